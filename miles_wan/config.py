@@ -1,19 +1,14 @@
-"""The whole configuration: one typed tree, one model per room. In: a recipe (YAML) and dotted overrides. Out: a frozen
-``Config``, or one ``InputError`` with every fault. It checks what can be known without touching a disk or a device.
+"""The whole configuration: one typed tree, one frozen model per room. Plain data; ``configuration`` loads and checks it.
 
 The field descriptions here are the reference: ``docs/configuration.md`` is generated from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-
-from miles_wan.errors import InputError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -29,28 +24,37 @@ def _expanded(path: str) -> str:
 LocalPath = Annotated[str, AfterValidator(_expanded)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0)]
 
 
 class ModelConfig(Section):
-    path: LocalPath = Field(description="Folder of a diffusers-format Wan2.2 checkpoint (it holds model_index.json), or a hub id.")
+    path: LocalPath = Field(
+        description="Folder of a diffusers-format Wan2.2 checkpoint (it holds model_index.json), or a hub id."
+    )
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="Storage and compute type of the frozen base weights.")
     lora_rank: Positive = Field(4, description="Rank r of every adapter pair.")
-    lora_alpha: Positive = Field(8, description="Adapters are scaled by alpha / r. A whole number: the engine takes no other.")
+    lora_alpha: Positive = Field(
+        8, description="Adapters are scaled by alpha / r. A whole number: the engine takes no other."
+    )
     lora_targets: tuple[str, ...] = Field(
         ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"),
         description="Layers inside the transformer blocks that get an adapter (names end with one of these).",
     )
-    init_adapter: LocalPath | None = Field(None, description="Start from this adapter (diffusers format) instead of zero.")
+    init_adapter: LocalPath | None = Field(
+        None, description="Start from this adapter (diffusers format) instead of zero."
+    )
 
 
 class DataConfig(Section):
     train: LocalPath = Field(description="Training records, JSON lines.")
-    eval: LocalPath | None = Field(None, description="Validation records, JSON lines. Needed when eval.interval is above 0.")
+    eval: LocalPath | None = Field(
+        None, description="Validation records, JSON lines. Needed when eval.interval is above 0."
+    )
     shuffle: bool = Field(True, description="Draw the records of each epoch in a seeded random order.")
     crop_warning_ratio: float = Field(
-        1.25, ge=1, description="An image whose aspect ratio differs from the working size by more than this factor is "
-        "counted and named: it is cropped."
+        1.25,
+        ge=1,
+        description="An image whose aspect ratio differs from the working size by more than this factor is "
+        "counted and named: it is cropped.",
     )
 
 
@@ -60,11 +64,15 @@ class RolloutConfig(Section):
     num_frames: Positive = Field(121, description="Video frames, 4n + 1.")
     fps: Positive = Field(24, description="Frames per second of the written videos.")
     num_inference_steps: int = Field(10, ge=2, description="Denoising steps of a training rollout.")
-    guidance_scale: float = Field(5.0, ge=0, description="Classifier-free guidance; 1 or less turns it off (one forward a step).")
+    guidance_scale: float = Field(
+        5.0, ge=0, description="Classifier-free guidance; 1 or less turns it off (one forward a step)."
+    )
     flow_shift: float = Field(5.0, gt=0, description="Time shift of the sigma grid.")
     sampler: Literal["flow_sde", "cps"] = Field("flow_sde", description="Law of the stochastic steps.")
     noise_level: float = Field(0.7, gt=0, description="eta of the stochastic steps.")
-    window_size: Positive = Field(2, description="Stochastic, kept and trained steps per sample: one contiguous window.")
+    window_size: Positive = Field(
+        2, description="Stochastic, kept and trained steps per sample: one contiguous window."
+    )
     window_range: tuple[int, int] | None = Field(
         None, description="The window lies in steps [first, end); by default everywhere but the last step."
     )
@@ -78,35 +86,59 @@ class RolloutConfig(Section):
     start_timeout: float = Field(1200.0, gt=0, description="Seconds an engine may take to start.")
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="Precision of the engine's transformer.")
     lora_merge_mode: Literal["dynamic", "merge"] = Field(
-        "dynamic", description="dynamic: the engine adds the adapter at run time, as the trainer does; merge: it is folded into the weights."
+        "dynamic",
+        description="dynamic: the engine adds the adapter at run time, as the trainer does; merge: it is folded into the weights.",
     )
-    server_args: tuple[str, ...] = Field((), description="Further command line arguments of the SGLang server, as they are.")
+    server_args: tuple[str, ...] = Field(
+        (), description="Further command line arguments of the SGLang server, as they are."
+    )
 
 
 class RewardFunction(Section):
     name: str = Field(description="A built-in reward (pickscore) or package.module:function.")
     weight: float = Field(1.0, description="Weight in the training reward; 0 is measured at validation only.")
     model: str = Field("yuvalkirstain/PickScore_v1", description="pickscore: model folder or hub id.")
-    processor: str = Field("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", description="pickscore: processor folder or hub id.")
-    num_frames: Positive = Field(4, description="pickscore: frames scored per video, chosen uniformly; their mean is the score.")
+    processor: str = Field(
+        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", description="pickscore: processor folder or hub id."
+    )
+    num_frames: Positive = Field(
+        4, description="pickscore: frames scored per video, chosen uniformly; their mean is the score."
+    )
 
 
 class RewardConfig(Section):
-    functions: tuple[RewardFunction, ...] = Field((RewardFunction(name="pickscore"),), description="Rewards that are summed with their weights.")
+    functions: tuple[RewardFunction, ...] = Field(
+        (RewardFunction(name="pickscore"),), description="Rewards that are summed with their weights."
+    )
     num_workers: Positive = Field(1, description="Reward actors.")
-    batch_size: Positive = Field(8, description="Videos scored together. Fixed batches, so that equal videos get equal numbers.")
+    batch_size: Positive = Field(
+        8, description="Videos scored together. Fixed batches, so that equal videos get equal numbers."
+    )
     dtype: Literal["bf16", "fp32"] = Field("fp32", description="Precision of the reward models.")
 
 
 class AlgorithmConfig(Section):
-    advantage_std: Literal["group", "global", "none"] = Field("group", description="Divide the centred rewards by the std of the group, of the whole rollout, or not (Dr.GRPO).")
+    advantage_std: Literal["group", "global", "none"] = Field(
+        "group",
+        description="Divide the centred rewards by the std of the group, of the whole rollout, or not (Dr.GRPO).",
+    )
     advantage_clip: float = Field(5.0, gt=0, description="Advantages are clamped to +- this.")
-    advantage_sign: Literal[1, -1] = Field(1, description="-1 flips every advantage: a control run that must get worse.")
-    clip_range: float = Field(1e-3, gt=0, description="The ratio is clipped to 1 +- this. Log-probs are means over elements, hence small values.")
-    kl_beta: float = Field(0.0, ge=0, description="Weight of the KL to the reference (adapter off); 0 saves its forward.")
+    advantage_sign: Literal[1, -1] = Field(
+        1, description="-1 flips every advantage: a control run that must get worse."
+    )
+    clip_range: float = Field(
+        1e-3,
+        gt=0,
+        description="The ratio is clipped to 1 +- this. Log-probs are means over elements, hence small values.",
+    )
+    kl_beta: float = Field(
+        0.0, ge=0, description="Weight of the KL to the reference (adapter off); 0 saves its forward."
+    )
     optimizer_steps_per_rollout: Positive = Field(1, description="Optimizer steps that share one rollout.")
     max_log_prob_gap: float = Field(
-        0.05, gt=0, description="Abort when engine and trainer differ by more than this about a log-prob before an update."
+        0.05,
+        gt=0,
+        description="Abort when engine and trainer differ by more than this about a log-prob before an update.",
     )
 
 
@@ -116,7 +148,9 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     weight_decay: float = Field(1e-4, ge=0, description="Decoupled weight decay of the adapters.")
     warmup_steps: NonNegative = Field(0, description="Linear warm-up, in optimizer steps.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up, to 0 at the last step.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Decay after the warm-up, to 0 at the last step."
+    )
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this.")
 
 
@@ -128,8 +162,12 @@ class TrainingConfig(Section):
 
 
 class EvalConfig(Section):
-    interval: NonNegative = Field(0, description="Validate before training, every so many rollouts, and at the end; 0 turns it off.")
-    num_inference_steps: Positive | None = Field(None, description="Steps of a validation video; by default those of the rollout.")
+    interval: NonNegative = Field(
+        0, description="Validate before training, every so many rollouts, and at the end; 0 turns it off."
+    )
+    num_inference_steps: Positive | None = Field(
+        None, description="Steps of a validation video; by default those of the rollout."
+    )
     seed: NonNegative = Field(1234, description="Seed of the validation noise: the same for every validation and run.")
     max_records: Positive | None = Field(None, description="Use only the first so many validation records.")
     save_videos: NonNegative = Field(4, description="Validation videos written as mp4 each time.")
@@ -142,14 +180,17 @@ class CheckpointConfig(Section):
 
 class SyncConfig(Section):
     transport: Literal["auto", "cuda_ipc", "shared_memory"] = Field(
-        "auto", description="How adapters reach the engines: CUDA IPC where every engine device is also a trainer's, else shared memory of the node."
+        "auto",
+        description="How adapters reach the engines: CUDA IPC where every engine device is also a trainer's, else shared memory of the node.",
     )
 
 
 class ClusterConfig(Section):
     device: Literal["cpu", "cuda"] = Field("cuda", description="Device of engines, trainers and rewards.")
     num_gpus: Positive = Field(1, description="Devices used. On a CPU these are worker slots.")
-    cuda_visible_devices: str | None = Field(None, description="Device list, as CUDA_VISIBLE_DEVICES; set before Ray starts.")
+    cuda_visible_devices: str | None = Field(
+        None, description="Device list, as CUDA_VISIBLE_DEVICES; set before Ray starts."
+    )
 
 
 class Config(Section):
@@ -165,7 +206,13 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
-    seed: NonNegative = Field(0, description="Run seed: data order, noise, windows and adapter initialisation follow from it.")
+    seed: NonNegative = Field(
+        0, description="Run seed: data order, noise, windows and adapter initialisation follow from it."
+    )
     num_rollouts: Positive = Field(100, description="Length of the run.")
-    output_dir: LocalPath = Field("runs/run", description="Folder of metrics, videos, checkpoints and the final adapter.")
-    resume: Literal["latest"] | None = Field(None, description="latest: continue the run in output_dir from its newest complete checkpoint.")
+    output_dir: LocalPath = Field(
+        "runs/run", description="Folder of metrics, videos, checkpoints and the final adapter."
+    )
+    resume: Literal["latest"] | None = Field(
+        None, description="latest: continue the run in output_dir from its newest complete checkpoint."
+    )

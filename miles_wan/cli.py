@@ -1,0 +1,126 @@
+"""The command line ``miles-wan``. Each command is one function; heavy imports happen inside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from miles_wan.errors import InputError, MilesWanError
+from miles_wan.tracking.logs import configure_logging, console
+
+
+def train(config: Path) -> None:
+    """Run the training loop of a whole configuration file on the Ray cluster of RAY_ADDRESS (what the launcher submits).
+
+    Args:
+        config: the file the launcher wrote: every field, checked again here.
+    """
+    import ray
+
+    from miles_wan.cluster.driver import run
+    from miles_wan.configuration import load_config
+
+    configure_logging("driver")
+    settings = load_config(config, {})
+    ray.init(log_to_driver=True, logging_level="warning")
+    run(settings)
+
+
+def tiny(out: Path, seed: int = 0) -> None:
+    """Make a tiny Wan2.2-TI2V checkpoint, a tiny PickScore and a toy data set.
+
+    Args:
+        out: folder to make them in.
+        seed: what the random weights and the data follow from.
+    """
+    from miles_wan.tiny import make_tiny
+
+    paths = make_tiny(out, seed=seed)
+    for name, path in asdict(paths).items():
+        console().print(f"{name:12} {path}")
+
+
+def inspect(
+    model: str | None = None,
+    family: str | None = None,
+    lora_rank: int = 4,
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"),
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Count what a run would train: parameters, blocks, adapter tensors, layers. Loads no weights.
+
+    Args:
+        model: checkpoint folder, to count its own configuration.
+        family: a released size instead, for example wan2.2-ti2v-5b.
+        lora_rank: rank of the adapters.
+        lora_targets: layers that get one.
+        as_json: print JSON.
+    """
+    from miles_wan.wan.inspect import inspect_model
+
+    counts = inspect_model(model=model, family=family, lora_rank=lora_rank, lora_targets=lora_targets)
+    if as_json:
+        sys.stdout.write(json.dumps(counts, indent=2) + "\n")
+        return
+    for name, value in counts.items():
+        console().print(f"{name:22} {value:,}" if isinstance(value, int) else f"{name:22} {value}")
+
+
+def doctor(
+    recipe: str, model: str | None = None, data_jsonl: Path | None = None, eval_data_jsonl: Path | None = None
+) -> None:
+    """Check data, images, model folder, configuration, devices and output folder; start nothing.
+
+    Args:
+        recipe: name of a recipe in configs/, or a YAML file.
+        model: model.path.
+        data_jsonl: data.train.
+        eval_data_jsonl: data.eval.
+    """
+    from miles_wan.configuration import batch_equation, load_config, recipe_path
+    from miles_wan.doctor import check
+
+    given = {"model.path": model, "data.train": data_jsonl, "data.eval": eval_data_jsonl}
+    settings = load_config(recipe_path(recipe), {key: str(value) for key, value in given.items() if value is not None})
+    check(settings)
+    console().print(batch_equation(settings))
+    console().print("everything is in order")
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"train": train, "tiny": tiny, "inspect": inspect, "doctor": doctor}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point. Exit code 0, 1 for a fault of the run, 2 for bad input."""
+    sys.exit(guarded(lambda: tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="miles-wan", args=argv)))
+
+
+def guarded(command: Callable[[], int | None]) -> int:
+    """Run ``command``; turn this project's errors into messages and exit codes."""
+    try:
+        return command() or 0
+    except InputError as error:
+        console().print(f"[bold red]{len(error.faults)} fault(s), nothing was started:[/]")
+        for fault in error.faults:
+            console().print(f"- {fault}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except MilesWanError as error:
+        console().print("[bold red]the run failed:[/]")
+        console().print(str(_cause(error)), markup=False, highlight=False, soft_wrap=True)
+        return 1
+
+
+def _cause(error: MilesWanError) -> BaseException:
+    """The error as it was raised: Ray wraps those of actors and puts a traceback into the message."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, BaseException) else error
+
+
+if __name__ == "__main__":
+    main()

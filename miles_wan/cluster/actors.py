@@ -1,0 +1,152 @@
+"""The Ray actors: thin shells around an engine, a training worker and the rewards. They add process identity (logging,
+device, threads) and resolve object references; the work is in the rooms.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from miles_wan.config import Config
+from miles_wan.records import RewardInput, RolloutRequest, Score, TrainItem
+from miles_wan.rollout.base import EngineInfo, SyncReport, WeightPush
+from miles_wan.tracking.logs import configure_logging
+
+
+@ray.remote
+class EngineActor:
+    """Owns one SGLang server. An async actor: requests overlap, the engine's client bounds them."""
+
+    def __init__(self, config: Config, *, index: int, devices: Sequence[str], log_dir: str) -> None:
+        from miles_wan.rollout.sglang.engine import SGLangEngine
+        from miles_wan.rollout.sglang.settings import engine_settings
+
+        configure_logging(f"engine-{index}")
+        self._engine = SGLangEngine(engine_settings(config, devices=devices, log_dir=Path(log_dir)))
+
+    async def start(self) -> EngineInfo:
+        # Blocking on purpose: the server must be a child of this long-lived thread, since it dies with its parent thread.
+        return self._engine.start()
+
+    async def generate(self, request: RolloutRequest, sample_index: int) -> tuple[Any, Any, Any, float]:
+        """Frames, trajectory, conditioning (of the group's first sample) and seconds, as four objects."""
+        keep = sample_index == 0 and bool(request.stochastic_steps)
+        output = await self._engine.generate(request, sample_index, return_conditioning=keep)
+        return output.frames, output.trajectory, output.conditioning, output.seconds
+
+    async def apply_weights(self, push: WeightPush) -> SyncReport:
+        return await self._engine.apply_weights(push)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+@ray.remote
+class TrainerActor:
+    """One FSDP2 rank."""
+
+    def __init__(self, config: Config, *, rank: int, init_method: str, model_path: str, expand_timesteps: bool) -> None:
+        configure_logging(f"trainer-{rank}")
+        _limit_threads(config.training.dp_size)
+        from miles_wan.training.worker import Rank, TrainingWorker
+
+        device = "cuda:0" if config.cluster.device == "cuda" else "cpu"
+        self._config = config
+        self._worker = TrainingWorker(
+            config,
+            Rank(rank, config.training.dp_size, init_method, device),
+            model_path=Path(model_path),
+            expand_timesteps=expand_timesteps,
+        )
+        self._published: Any = None
+
+    def describe(self) -> dict[str, Any]:
+        """Counts of the model, sharded blocks, and this rank's device UUID (None on a CPU)."""
+        import torch
+
+        on_cuda = self._worker.device.type == "cuda"
+        uuid = f"GPU-{torch.cuda.get_device_properties(self._worker.device).uuid}" if on_cuda else None
+        return {"report": self._worker.report, "fsdp_blocks": self._worker.sharded_blocks, "device_uuid": uuid}
+
+    def update(self, steps: Sequence[Sequence[TrainItem]], rollout_id: int) -> dict[str, float]:
+        return self._worker.update([_resolved(items) for items in steps], rollout_id=rollout_id)
+
+    def publish(self, policy_version: int, transport: str, sends: bool) -> WeightPush | None:
+        """Gather the adapter (every rank takes part) and, if this rank sends, put it where engines can read it."""
+        from miles_wan.rollout.sglang.payload import serialize_update
+        from miles_wan.weight_sync.update import make_update
+
+        tensors = self._worker.adapter()
+        self._worker.check_ranks_agree(tensors, policy_version=policy_version)
+        if not sends:
+            return None
+        model = self._config.model
+        update = make_update(
+            tensors.items(),
+            target_module="transformer",
+            alpha=model.lora_alpha,
+            rank=model.lora_rank,
+            policy_version=policy_version,
+        )
+        device = self._worker.device if transport == "cuda_ipc" else "cpu"
+        self._published = serialize_update(update, device)
+        return self._published.push
+
+    def release(self) -> None:
+        """The engines have read the last publication: free it."""
+        if self._published is not None:
+            self._published.release()
+            self._published = None
+
+    def save_checkpoint(self, directory: str, rollout_id: int) -> None:
+        self._worker.save_checkpoint(Path(directory), rollout_id=rollout_id)
+
+    def load_checkpoint(self, directory: str) -> None:
+        self._worker.load_checkpoint(Path(directory))
+
+    def export(self, directory: str) -> None:
+        self._worker.export(Path(directory))
+
+
+@ray.remote
+class RewardActor:
+    """All rewards of the run on one device."""
+
+    def __init__(self, config: Config, *, index: int) -> None:
+        configure_logging(f"reward-{index}")
+        _limit_threads(config.reward.num_workers)
+        from miles_wan.rewards import RewardModel
+
+        self._model = RewardModel(config.reward, "cuda:0" if config.cluster.device == "cuda" else "cpu")
+
+    def ready(self) -> bool:
+        return True
+
+    def score(self, batch: Sequence[RewardInput], validation: bool) -> tuple[list[Score], float]:
+        """Scores in order, and the seconds this took. ``frames`` of each input is an object reference."""
+        started = time.monotonic()
+        frames = ray.get([item.frames for item in batch])
+        resolved = [replace(item, frames=value) for item, value in zip(batch, frames, strict=True)]
+        return self._model.score(resolved, validation=validation), time.monotonic() - started
+
+
+def _resolved(items: Sequence[TrainItem]) -> list[TrainItem]:
+    trajectories = ray.get([item.trajectory for item in items])
+    conditionings = ray.get([item.conditioning for item in items])
+    return [
+        replace(item, trajectory=trajectory, conditioning=conditioning)
+        for item, trajectory, conditioning in zip(items, trajectories, conditionings, strict=True)
+    ]
+
+
+def _limit_threads(processes: int) -> None:
+    """Share the cores: without it every process starts a thread per core and they slow each other down."""
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))

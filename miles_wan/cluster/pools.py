@@ -1,0 +1,207 @@
+"""The driver's handles on the actors: engines, reward workers, training ranks and weight sync, as the loop wants them.
+
+They move object references, never videos or trajectories.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+import torch
+
+from miles_wan.algorithms import count_equal_groups, group_advantages
+from miles_wan.config import Config
+from miles_wan.faults import reach
+from miles_wan.records import RewardInput, RolloutRequest, Sample, Score, TrainItem, derived_seed
+from miles_wan.rollout.base import WeightPush
+from miles_wan.weight_sync import verify_reports
+
+logger = logging.getLogger(__name__)
+
+NORMALIZE = {"group": "group_std", "global": "global_std", "none": "none"}
+
+
+def gather(references: Sequence[Any]) -> list[Any]:
+    """Results of all calls, in order; the first failure is raised at once, also while other ranks still wait for it."""
+    pending = list(references)
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1)
+        ray.get(ready[0])
+    return ray.get(list(references))
+
+
+class EnginePool:
+    """Spreads samples over the engines; yields each as it finishes."""
+
+    def __init__(self, engines: Sequence[Any], *, concurrency: int) -> None:
+        self._engines = engines
+        self._concurrency = concurrency
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Sample]:
+        """All samples of ``requests`` in any order. A result does not depend on the engine that made it."""
+        waiting = [(request, index) for request in requests for index in range(len(request.seeds))]
+        waiting.reverse()
+        free = [engine for engine in self._engines for _ in range(self._concurrency)]
+        conditionings: dict[int, Any] = {}
+        running: dict[Any, tuple[Any, RolloutRequest, int, Any, Any]] = {}
+        while waiting or running:
+            while waiting and free:
+                request, index = waiting.pop()
+                engine = free.pop(0)
+                call = engine.generate.options(num_returns=4)
+                frames, trajectory, conditioning, done = call.remote(request, index)
+                conditionings.setdefault(request.group_index, conditioning)
+                running[done] = (engine, request, index, frames, trajectory)
+            ready, _ = ray.wait(list(running), num_returns=1)
+            engine, request, index, frames, trajectory = running.pop(ready[0])
+            ray.get(ready[0])
+            free.append(engine)
+            if request.stochastic_steps:
+                reach("rollout/sample", request.rollout_id)
+            yield Sample(
+                record=request.record,
+                group_index=request.group_index,
+                sample_index=index,
+                seed=request.seeds[index],
+                frames=frames,
+                trajectory=trajectory,
+                conditioning=conditionings[request.group_index],
+            )
+
+
+class RewardPool:
+    """Scores samples in batches whose composition depends on positions alone, never on arrival."""
+
+    def __init__(self, workers: Sequence[Any], *, batch_size: int, fps: int) -> None:
+        self._workers = workers
+        self._batch_size = batch_size
+        self._fps = fps
+        self.begin([], validation=False)
+
+    def begin(self, requests: Sequence[RolloutRequest], *, validation: bool) -> None:
+        """Fix the batches of the coming samples."""
+        keys = [(request.group_index, index) for request in requests for index in range(len(request.seeds))]
+        size = self._batch_size
+        self._batches = [keys[start : start + size] for start in range(0, len(keys), size)]
+        self._batch_of = {key: number for number, batch in enumerate(self._batches) for key in batch}
+        self._arrived: dict[tuple[int, int], Sample] = {}
+        self._calls: dict[int, Any] = {}
+        self._validation = validation
+
+    def submit(self, sample: Sample) -> None:
+        """Take a finished sample; its batch starts when it is full."""
+        key = (sample.group_index, sample.sample_index)
+        self._arrived[key] = sample
+        number = self._batch_of[key]
+        members = self._batches[number]
+        if all(member in self._arrived for member in members):
+            batch = [self._input(self._arrived[member]) for member in members]
+            worker = self._workers[number % len(self._workers)]
+            self._calls[number] = worker.score.remote(batch, self._validation)
+
+    def collect(self) -> tuple[dict[tuple[int, int], Score], float]:
+        """Wait for everything submitted. Returns scores by (group_index, sample_index) and the workers' busy seconds."""
+        scores: dict[tuple[int, int], Score] = {}
+        busy = 0.0
+        results = gather(list(self._calls.values()))
+        for number, (batch_scores, seconds) in zip(self._calls, results, strict=True):
+            scores.update(zip(self._batches[number], batch_scores, strict=True))
+            busy += seconds
+        self._arrived.clear()
+        return scores, busy
+
+    def _input(self, sample: Sample) -> RewardInput:
+        record = sample.record
+        return RewardInput(record.prompt, sample.frames, self._fps, record.image_path, record.metadata)
+
+
+class TrainerGroup:
+    """The FSDP2 ranks as one trainer."""
+
+    def __init__(self, ranks: Sequence[Any], config: Config) -> None:
+        self._ranks = ranks
+        self._config = config
+
+    def advantages(self, rewards: Sequence[float], group_ids: Sequence[int]) -> tuple[list[float], int]:
+        """Group-relative advantages, and the number of groups whose rewards are all equal."""
+        algorithm = self._config.algorithm
+        values, groups = torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids)
+        advantages = group_advantages(
+            values, groups, normalize=NORMALIZE[algorithm.advantage_std], clip=algorithm.advantage_clip
+        )
+        return advantages.tolist(), count_equal_groups(values, groups)
+
+    def update(self, items: Sequence[TrainItem], *, rollout_id: int) -> dict[str, float]:
+        """One rollout's optimizer steps. Samples are dealt to steps and ranks in a seeded random order."""
+        ranks, steps = len(self._ranks), self._config.algorithm.optimizer_steps_per_rollout
+        shuffled = list(items)
+        random.Random(derived_seed(self._config.seed, "batch", rollout_id)).shuffle(shuffled)
+        share = len(shuffled) // steps // ranks
+        dealt = [[shuffled[(step * ranks + rank) * share :][:share] for step in range(steps)] for rank in range(ranks)]
+        calls = [actor.update.remote(part, rollout_id) for actor, part in zip(self._ranks, dealt, strict=True)]
+        return gather(calls)[0]
+
+    def save_checkpoint(self, directory: str, *, rollout_id: int) -> None:
+        """All ranks write into ``directory``."""
+        gather([rank.save_checkpoint.remote(directory, rollout_id) for rank in self._ranks])
+
+    def load_checkpoint(self, directory: str) -> None:
+        """All ranks read from ``directory``."""
+        gather([rank.load_checkpoint.remote(directory) for rank in self._ranks])
+
+    def export(self, directory: str) -> None:
+        """Write the adapter in diffusers format."""
+        gather([rank.export.remote(directory) for rank in self._ranks])
+
+
+class WeightSync:
+    """Moves the adapter from the training ranks into every engine and proves that it arrived."""
+
+    def __init__(self, ranks: Sequence[Any], engines: Sequence[Any], *, transport: str) -> None:
+        self._ranks = ranks
+        self._engines = engines
+        self._transport = transport
+
+    def push(self, policy_version: int) -> dict[str, float]:
+        """Publish, apply, verify, release. Returns metrics ``sync/...``.
+
+        Raises:
+            WeightSyncError: an engine does not provably hold what was sent.
+        """
+        started = time.monotonic()
+        sending = len(self._ranks) if self._transport == "cuda_ipc" else 1
+        calls = [
+            rank.publish.remote(policy_version, self._transport, index < sending)
+            for index, rank in enumerate(self._ranks)
+        ]
+        published: list[WeightPush] = [push for push in gather(calls) if push is not None]
+        push = replace(
+            published[0],
+            payloads=[payload for part in published for payload in part.payloads],
+            device_uuids=None
+            if self._transport != "cuda_ipc"
+            else [uuid for part in published for uuid in part.device_uuids or ()],
+        )
+        reports = gather([engine.apply_weights.remote(push) for engine in self._engines])
+        prefixes = len({name.rsplit(".lora_", 1)[0] for name in push.digests})
+        verify_reports(reports, tensors=len(push.digests), layer_prefixes=prefixes, policy_version=policy_version)
+        gather([rank.release.remote() for rank in self._ranks[:sending]])
+        seconds = time.monotonic() - started
+        logger.info(
+            "weight sync: version %d, %d tensors, %d prefixes, 0 unmapped, %d bytes, %.2f s, %s to %d engines, verified",
+            policy_version, len(push.digests), prefixes, push.nbytes, seconds, self._transport, len(reports),
+        )  # fmt: skip
+        return {
+            "sync/seconds": seconds,
+            "sync/bytes": push.nbytes,
+            "sync/tensors": len(push.digests),
+            "sync/prefixes": prefixes,
+            "sync/unmapped": sum(report.unmapped for report in reports),
+            "sync/policy_version": policy_version,
+        }

@@ -1,0 +1,274 @@
+"""Loads and checks the configuration. In: a recipe (YAML) and dotted overrides. Out: a ``Config``, or one ``InputError``
+with every fault. It checks what can be known without touching the data, a model or a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from miles_wan.config import Config, RewardFunction
+from miles_wan.errors import InputError
+
+RECIPES = Path(__file__).resolve().parent.parent / "configs"
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a recipe: a path to a YAML file, or the name of one in ``configs/``.
+
+    Raises:
+        InputError: neither exists.
+    """
+    candidates = [Path(name), RECIPES / f"{name}.yaml"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+    raise InputError([f"--recipe {name}: no such file and no such recipe; recipes are {known}"])
+
+
+def load_config(recipe: Path | None, overrides: Mapping[str, Any], extra_args: Sequence[str] = ()) -> Config:
+    """Merge recipe, ``overrides`` and command line, and check the result.
+
+    Args:
+        recipe: YAML file, or None.
+        overrides: dotted key -> value. The key ``reward_model`` sets model and processor of every pickscore reward.
+        extra_args: dotted overrides as they stand on a command line: ``--algorithm.clip-range 1e-3`` or with ``=``.
+
+    Raises:
+        InputError: all faults together.
+    """
+    faults: list[str] = []
+    tree = _read_recipe(recipe, faults) if recipe is not None else {}
+    parsed = _parse_args(extra_args, faults)
+    reward_model = overrides.get("reward_model")
+    for key, value in {**overrides, **parsed}.items():
+        if key != "reward_model":
+            _set(tree, key, value, faults)
+    if reward_model is not None:
+        _set_reward_model(tree, reward_model)
+    _fill_parallel_sizes(tree)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        faults += [_sentence(detail) for detail in error.errors()]
+        raise InputError(faults) from None
+    faults += check_config(config)
+    if faults:
+        raise InputError(faults)
+    return config
+
+
+def dump_config(config: Config, path: Path) -> None:
+    """Write the whole configuration as a recipe that ``load_config`` reads back equal."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+
+
+def batch_equation(config: Config) -> str:
+    """The equation that ties the batch knobs together, with this run's numbers."""
+    rollout, steps, ranks = config.rollout, config.algorithm.optimizer_steps_per_rollout, config.training.dp_size
+    total = rollout.prompts_per_rollout * rollout.samples_per_prompt
+    per_step = total // steps
+    pairs = per_step // ranks * rollout.window_size
+    return (
+        f"{rollout.prompts_per_rollout} prompts x {rollout.samples_per_prompt} samples per prompt = {total} samples = "
+        f"{per_step} samples per optimizer step x {steps} optimizer steps; a step has {per_step // ranks} samples x "
+        f"{rollout.window_size} kept steps = {pairs} pairs on each of {ranks} ranks, in "
+        f"{pairs // config.training.micro_batch_size} micro-batches of {config.training.micro_batch_size}"
+    )
+
+
+def check_config(config: Config) -> list[str]:
+    """Faults of combinations of fields; each names the fields, their values and the remedy."""
+    return [*_batch_faults(config), *_window_faults(config), *_device_faults(config), *_other_faults(config)]
+
+
+def _batch_faults(config: Config) -> list[str]:
+    rollout, steps, ranks = config.rollout, config.algorithm.optimizer_steps_per_rollout, config.training.dp_size
+    total = rollout.prompts_per_rollout * rollout.samples_per_prompt
+    named = f"rollout.prompts_per_rollout x rollout.samples_per_prompt = {total}"
+    if total % steps:
+        return [f"{named} is not divisible by algorithm.optimizer_steps_per_rollout = {steps}"]
+    if total // steps % ranks:
+        return [f"{named} / {steps} optimizer steps = {total // steps} is not divisible by training.dp_size = {ranks}"]
+    pairs, micro = total // steps // ranks * rollout.window_size, config.training.micro_batch_size
+    if pairs % micro:
+        divisors = [size for size in range(1, pairs + 1) if pairs % size == 0]
+        return [
+            f"training.micro_batch_size = {micro} does not divide the {pairs} (sample, step) pairs of a rank and "
+            f"optimizer step; it can be {', '.join(map(str, divisors))}"
+        ]
+    return []
+
+
+def _window_faults(config: Config) -> list[str]:
+    rollout = config.rollout
+    steps = rollout.num_inference_steps
+    first, end = rollout.window_range or (0, steps - 1)
+    if not 0 <= first < end <= steps - 1:
+        return [
+            f"rollout.window_range = [{first}, {end}) must lie in steps [0, {steps - 1}): the last of the "
+            f"rollout.num_inference_steps = {steps} steps is never stochastic"
+        ]
+    if rollout.window_size > end - first:
+        return [
+            f"rollout.window_size = {rollout.window_size} does not fit into the {end - first} steps [{first}, {end}); "
+            "lower it or raise rollout.num_inference_steps"
+        ]
+    return []
+
+
+def _device_faults(config: Config) -> list[str]:
+    rollout, cluster = config.rollout, config.cluster
+    faults = []
+    engines = rollout.num_engines * rollout.tp_size * rollout.sp_size
+    if engines > cluster.num_gpus:
+        faults.append(
+            f"rollout.num_engines x tp_size x sp_size = {engines} devices, cluster.num_gpus is {cluster.num_gpus}; "
+            "lower the former or raise --num-gpus"
+        )
+    if config.training.dp_size > cluster.num_gpus:
+        faults.append(f"training.dp_size = {config.training.dp_size} is above cluster.num_gpus = {cluster.num_gpus}")
+    listed = cluster.cuda_visible_devices
+    if listed is not None and cluster.device == "cpu":
+        faults.append(f"cluster.cuda_visible_devices = {listed!r} with cluster.device = cpu; leave it out")
+    elif listed is not None and len([entry for entry in listed.split(",") if entry.strip()]) < cluster.num_gpus:
+        faults.append(
+            f"cluster.cuda_visible_devices = {listed!r} lists fewer than cluster.num_gpus = {cluster.num_gpus} devices"
+        )
+    if config.sync.transport == "cuda_ipc" and cluster.device == "cpu":
+        faults.append("sync.transport = cuda_ipc needs cluster.device = cuda; use auto")
+    return faults
+
+
+def _other_faults(config: Config) -> list[str]:
+    faults = []
+    if config.eval.interval > 0 and config.data.eval is None:
+        faults.append(
+            f"eval.interval = {config.eval.interval} needs validation records: give data.eval (--eval-data-jsonl), or set it to 0"
+        )
+    names = [function.name for function in config.reward.functions]
+    if len(set(names)) < len(names):
+        faults.append(f"reward.functions: names must differ, got {', '.join(names)}")
+    if not any(function.weight for function in config.reward.functions):
+        faults.append("reward.functions: every weight is 0, so nothing is trained; give one reward a weight")
+    if config.rollout.sampler == "cps" and config.rollout.noise_level > 1:
+        faults.append(
+            f"rollout.noise_level = {config.rollout.noise_level} with sampler cps: at most 1 (its std is sigma sin(eta pi / 2))"
+        )
+    return faults
+
+
+def _read_recipe(recipe: Path, faults: list[str]) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(recipe.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        faults.append(f"recipe {recipe}: cannot be read as YAML ({' '.join(str(error).split())})")
+        return {}
+    if not isinstance(tree, dict):
+        faults.append(f"recipe {recipe}: expected a mapping of sections, got {type(tree).__name__}")
+        return {}
+    return tree
+
+
+def _parse_args(tokens: Sequence[str], faults: list[str]) -> dict[str, Any]:
+    """``--a.b-c 1`` and ``--a.b_c=1`` to {"a.b_c": 1}; values are YAML."""
+    parsed: dict[str, Any] = {}
+    position = 0
+    while position < len(tokens):
+        token = tokens[position]
+        position += 1
+        if not token.startswith("--"):
+            faults.append(f"{token!r}: expected a flag; overrides are written --section.field value")
+            continue
+        key, separator, value = token.removeprefix("--").partition("=")
+        if not separator:
+            if position == len(tokens) or tokens[position].startswith("--"):
+                faults.append(f"{token}: a value is missing")
+                continue
+            value = tokens[position]
+            position += 1
+        try:
+            parsed[key.replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            parsed[key.replace("-", "_")] = value
+    return parsed
+
+
+def _set(tree: dict[str, Any], key: str, value: Any, faults: list[str]) -> None:
+    *parents, last = key.split(".")
+    node: Any = tree
+    for part in parents:
+        if isinstance(node, dict):
+            node = node.setdefault(part, {})
+        elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            faults.append(f"--{key}: there is no {part!r} to set a field of")
+            return
+    if isinstance(node, list) and last.isdigit() and int(last) < len(node):
+        node[int(last)] = value
+    elif isinstance(node, dict):
+        node[last] = value
+    else:
+        faults.append(f"--{key}: {'.'.join(parents)} has no fields")
+
+
+def _set_reward_model(tree: dict[str, Any], model: str) -> None:
+    reward = tree.setdefault("reward", {})
+    functions = reward.setdefault("functions", [{"name": "pickscore"}]) if isinstance(reward, dict) else []
+    for function in functions if isinstance(functions, list) else []:
+        if isinstance(function, dict) and function.get("name") == "pickscore":
+            function.update(model=model, processor=model)
+
+
+def _fill_parallel_sizes(tree: dict[str, Any]) -> None:
+    """By default all devices serve one engine and all hold a shard: tp_size and dp_size follow num_gpus."""
+    sections = [tree.setdefault(name, {}) for name in ("rollout", "training", "cluster")]
+    if not all(isinstance(section, dict) for section in sections):
+        return
+    rollout, training, cluster = sections
+    try:
+        devices = int(cluster.get("num_gpus", 1))
+        others = int(rollout.get("num_engines", 1)) * int(rollout.get("sp_size", 1))
+    except (TypeError, ValueError):
+        return
+    if others > 0:
+        rollout.setdefault("tp_size", max(1, devices // others))
+    training.setdefault("dp_size", max(1, devices))
+
+
+def _sentence(detail: Any) -> str:
+    place = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"{place}: no such field{_suggestion(detail['loc'])}"
+    if detail["type"] == "missing":
+        flags = {"model": "--model", "model.path": "--model", "data": "--data-jsonl", "data.train": "--data-jsonl"}
+        return f"{place}: required and not given" + (f"; pass {flags[place]}" if place in flags else "")
+    return f"{place} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def _suggestion(location: Sequence[str | int]) -> str:
+    from difflib import get_close_matches
+
+    names = all_fields()
+    close = get_close_matches(".".join(map(str, location)), names, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def all_fields() -> list[str]:
+    """Dotted names of all fields, sections included."""
+    names: list[str] = []
+
+    def walk(model: type, prefix: str) -> None:
+        for name, info in model.model_fields.items():  # type: ignore[attr-defined]
+            names.append(prefix + name)
+            if isinstance(info.annotation, type) and hasattr(info.annotation, "model_fields"):
+                walk(info.annotation, f"{prefix}{name}.")
+
+    walk(Config, "")
+    return names + [f"reward.functions.0.{name}" for name in RewardFunction.model_fields]

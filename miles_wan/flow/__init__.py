@@ -1,0 +1,11 @@
+"""Flow-matching mathematics on tensors: sigma grids, transitions with their likelihood, choice of stochastic steps.
+
+Convention: x_s = (1 - s) x0 + s e with sigma s in [0, 1], velocity v = e - x0, sampling runs from s = 1 to s = 0.
+This room imports torch alone.
+"""
+
+from miles_wan.flow.sigmas import shift_sigma, shifted_sigmas
+from miles_wan.flow.steps import select_steps, step_range
+from miles_wan.flow.transitions import Transition, transition
+
+__all__ = ["Transition", "select_steps", "shift_sigma", "shifted_sigmas", "step_range", "transition"]

@@ -1,0 +1,121 @@
+"""One denoising step as a probability law: mean, std, sample and log-likelihood, for a batch of (sample, step) pairs.
+
+In: state x, velocity v, the two sigmas. Out: ``Transition``. Everything is computed in float32 or better.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KINDS = ("flow_sde", "dance_sde", "cps", "ode")
+
+
+@dataclass(frozen=True)
+class Transition:
+    """``mean`` [B, ...]; ``std`` [B] of the noise actually added; ``next_sample`` [B, ...]; ``log_prob`` [B], the true
+    Gaussian density, mean over the sampled elements (0 for ode)."""
+
+    mean: Tensor
+    std: Tensor
+    next_sample: Tensor
+    log_prob: Tensor
+
+
+def transition(
+    kind: str,
+    sample: Tensor,
+    velocity: Tensor,
+    *,
+    sigma: Tensor | float,
+    sigma_next: Tensor | float,
+    sigma_max: Tensor | float,
+    noise_level: float,
+    next_sample: Tensor | None = None,
+    noise: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    mask: Tensor | None = None,
+) -> Transition:
+    """Score or sample the step from ``sigma`` to ``sigma_next``.
+
+    Args:
+        kind: ``flow_sde`` (Flow-GRPO), ``dance_sde`` (DanceGRPO), ``cps`` (coefficient-preserving), ``ode`` (Euler).
+        sample: x [B, ...] at ``sigma``.
+        velocity: v [B, ...], after guidance.
+        sigma, sigma_next: scalars or [B].
+        sigma_max: replaces sigma in 1 / (1 - sigma) where sigma is 1: the grid's second value.
+        noise_level: eta.
+        next_sample, noise, generator: exactly one. ``next_sample`` is scored; ``noise`` (unit normal) or draws from
+            ``generator`` make the next sample.
+        mask: broadcastable to [B, ...], 1 where an element was sampled, 0 where it was given. Given elements do not
+            count in ``log_prob``.
+
+    Raises:
+        ValueError: unknown kind, not exactly one source, or a law without a density (std 0) at this step.
+    """
+    if sum(value is not None for value in (next_sample, noise, generator)) != 1:
+        raise ValueError("give exactly one of next_sample (to score it), noise or generator (to sample)")
+    dtype = torch.promote_types(torch.promote_types(sample.dtype, velocity.dtype), torch.float32)
+    x, v = sample.to(dtype), velocity.to(dtype)
+    s, n, top = (_per_sample(value, x) for value in (sigma, sigma_next, sigma_max))
+    mean, std = _law(kind, x, v, s=s, n=n, top=top, eta=noise_level)
+    flat_std = std.reshape(-1)
+    if next_sample is None:
+        if noise is None:
+            noise = torch.randn(x.shape, generator=generator, dtype=dtype, device=x.device)
+        next_sample = mean + std * noise.to(dtype)
+    y = next_sample.to(dtype)
+    if kind == "ode":
+        return Transition(mean, flat_std, y, torch.zeros_like(flat_std))
+    if not bool((flat_std > 0).all()):
+        raise ValueError(
+            f"{kind} adds no noise from sigma {s.flatten().tolist()} to {n.flatten().tolist()}: no density"
+        )
+    residual = y - mean
+    if mask is not None:
+        # Before the square, so that a given element (also a NaN) moves neither the value nor a gradient.
+        residual = torch.where(mask.expand_as(residual) > 0, residual, torch.zeros_like(residual))
+    log_density = -(residual**2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+    return Transition(mean, flat_std, y, masked_mean(log_density, mask))
+
+
+def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean of ``values`` [B, ...] per sample over the elements where ``mask`` is 1."""
+    if mask is None:
+        return values.flatten(1).mean(1)
+    weight = mask.to(values.dtype).expand_as(values)
+    count = weight.flatten(1).sum(1)
+    if not bool((count > 0).all()):
+        raise ValueError(
+            "the mask leaves no sampled element: a one-frame video with a given first frame has no likelihood"
+        )
+    return (values * weight).flatten(1).sum(1) / count
+
+
+def _per_sample(value: Tensor | float, like: Tensor) -> Tensor:
+    tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(-1)
+    return tensor.expand(like.shape[0]).reshape(-1, *[1] * (like.dim() - 1))
+
+
+def _law(kind: str, x: Tensor, v: Tensor, *, s: Tensor, n: Tensor, top: Tensor, eta: float) -> tuple[Tensor, Tensor]:
+    """Mean [B, ...] and std [B, 1, ...] of the next state."""
+    d = n - s
+    if kind == "ode":
+        return x + d * v, torch.zeros_like(s)
+    if kind == "cps":
+        std = n * math.sin(eta * math.pi / 2)
+        x0, x1 = x - s * v, x + (1 - s) * v
+        return (1 - n) * x0 + torch.sqrt(n**2 - std**2) * x1, std
+    if kind == "flow_sde":
+        away_from_one = torch.where(torch.isclose(s, torch.ones_like(s)), top, s)
+        g = eta * torch.sqrt(s / (1 - away_from_one))
+    elif kind == "dance_sde":
+        g = torch.full_like(s, eta)
+    else:
+        raise ValueError(f"unknown transition {kind!r}; known: {', '.join(KINDS)}")
+    # Anderson's reverse SDE with the flow's marginals: drift v + g^2 / (2 s) (x + (1 - s) v).
+    mean = x * (1 + g**2 * d / (2 * s)) + v * (1 + g**2 * (1 - s) / (2 * s)) * d
+    return mean, g * torch.sqrt(-d)

@@ -1,0 +1,81 @@
+"""What a rollout engine is. In: one request and the position of a sample in it, or an adapter. Out: a video with its
+trajectory, or a report that the adapter is provably there. It knows no engine, no Ray and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from miles_wan.records import RolloutOutput, RolloutRequest
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a started engine says about itself; ``hooks`` maps each of our changes to the engine to its state."""
+
+    url: str
+    pid: int
+    version: str
+    pipeline_config: str
+    flow_shift: float
+    dtype: str
+    tp_size: int
+    sp_size: int
+    lora_merge_mode: str
+    hooks: Mapping[str, str]
+    log_path: str
+    start_seconds: float
+
+
+@dataclass(frozen=True)
+class WeightPush:
+    """An adapter on its way to an engine.
+
+    ``payloads`` are serialized handles to the tensors: one for all workers of the engine, or one per device with its
+    ``device_uuids``. ``digests`` maps every tensor name (``blocks.0.attn1.to_q.lora_A.weight``) to the sha256 of dtype,
+    shape and bytes; the scale is alpha / rank.
+    """
+
+    target_module: str
+    payloads: Sequence[str]
+    device_uuids: Sequence[str] | None
+    digests: Mapping[str, str]
+    alpha: int
+    rank: int
+    nbytes: int
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """A push that was verified: tensors whose digest the engine confirmed, layers they belong to, names it did not know."""
+
+    tensors: int
+    layer_prefixes: int
+    unmapped: int
+    bytes: int
+    seconds: float
+    policy_version: int
+
+
+class RolloutEngine(Protocol):
+    """One engine: it turns requests into videos with the weights it was last given."""
+
+    def start(self) -> EngineInfo:
+        """Start, wait until ready and check the engine. Raises EngineError."""
+
+    async def generate(
+        self, request: RolloutRequest, sample_index: int, *, return_conditioning: bool = False
+    ) -> RolloutOutput:
+        """The video of ``request.seeds[sample_index]``. Raises EngineError."""
+
+    async def apply_weights(self, push: WeightPush) -> SyncReport:
+        """Replace the adapter and prove it. Raises WeightSyncError, EngineError."""
+
+    async def health(self) -> None:
+        """Raises EngineError if the engine cannot serve."""
+
+    async def close(self) -> None:
+        """End the engine and everything it started."""

@@ -1,0 +1,147 @@
+"""The SGLang implementation of ``RolloutEngine``: one server and one client. In: settings, then requests and adapters.
+Out: videos with trajectories, sync reports. A plain class; who runs it in an actor is not its business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from miles_wan.errors import EngineError
+from miles_wan.records import RolloutOutput, RolloutRequest
+from miles_wan.rollout.base import EngineInfo, SyncReport, WeightPush
+from miles_wan.rollout.sglang.canary import canary_query, check_canary
+from miles_wan.rollout.sglang.client import GENERATE_PATH, SGLangClient, reason
+from miles_wan.rollout.sglang.messages import Answer, SampleQuery, parse_answer, request_body
+from miles_wan.rollout.sglang.server import SGLangServer
+from miles_wan.rollout.sglang.settings import EngineSettings
+from miles_wan.rollout.sglang.weights import apply_adapter
+
+logger = logging.getLogger(__name__)
+
+# The engine's pipeline configuration for each model id. Another one computes another model without a word.
+_CONFIGS = {
+    "Wan2.2-TI2V-5B-Diffusers": "Wan2_2_TI2V_5B_Config",
+    "Wan2.2-T2V-A14B-Diffusers": "Wan2_2_T2V_A14B_Config",
+    "Wan2.2-I2V-A14B-Diffusers": "Wan2_2_I2V_A14B_Config",
+}
+
+
+class SGLangEngine:
+    """One SGLang server that rolls out with the adapter it was last given."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._server = SGLangServer(settings)
+        self._client: SGLangClient | None = None
+
+    def start(self) -> EngineInfo:
+        """Start the server, check that it is ours, runs the right model with our hooks, and computes with them.
+
+        Blocks until then. Raises EngineError; nothing is left running.
+        """
+        started = time.monotonic()
+        identity = self._server.start()
+        try:
+            self._check_identity(identity)
+            self._check_computation()
+        except BaseException:
+            self._server.close()
+            raise
+        self._client = SGLangClient(
+            self._server.url,
+            self._server.failure,
+            concurrency=self._settings.concurrency,
+            request_timeout=self._settings.request_timeout,
+        )
+        info = self._info(identity, time.monotonic() - started)
+        logger.info("engine ready after %.1f s: %s", info.start_seconds, info)
+        return info
+
+    async def generate(
+        self, request: RolloutRequest, sample_index: int, *, return_conditioning: bool = False
+    ) -> RolloutOutput:
+        """The video of ``request.seeds[sample_index]``; with the conditioning of its record if asked. Raises EngineError."""
+        query = SampleQuery(request=request, sample_index=sample_index, return_conditioning=return_conditioning)
+        return (await self._started.generate(query)).output
+
+    async def generate_debug(self, request: RolloutRequest, sample_index: int) -> Answer:
+        """As ``generate``, with the conditioning and what the engine did in every step: for comparisons, it is large."""
+        query = SampleQuery(request=request, sample_index=sample_index, return_conditioning=True, debug=True)
+        return await self._started.generate(query)
+
+    async def apply_weights(self, push: WeightPush) -> SyncReport:
+        """Replace the adapter and prove it. No rollout may be in flight. Raises WeightSyncError, EngineError."""
+        return await apply_adapter(self._started, push)
+
+    async def health(self) -> None:
+        """Raises EngineError if the server has died, hangs, or is somebody else's."""
+        if (failure := self._server.failure()) is not None:
+            raise EngineError(failure)
+        response = await self._started.get("/health")
+        if response.status_code != 200:
+            raise EngineError(f"the engine is not healthy: {reason(response)}")
+        self._server.identity()
+
+    async def close(self) -> None:
+        """End the server and everything it started. Safe to call twice, and before ``start``."""
+        if self._client is not None:
+            await self._client.close()
+        self._server.close()
+
+    @property
+    def _started(self) -> SGLangClient:
+        if self._client is None:
+            raise EngineError("the engine is not started")
+        return self._client
+
+    def _check_identity(self, identity: Mapping[str, Any]) -> None:
+        settings = self._settings
+        wanted = {
+            "pipeline_config": _CONFIGS.get(settings.model_id),
+            "flow_shift": settings.flow_shift,
+            "dit_precision": settings.dtype,
+            "tp_size": settings.tp_size,
+            "sp_size": settings.sp_size,
+            "lora_merge_mode": settings.lora_merge_mode,
+        }
+        faults = [f"{key} {identity.get(key)!r} instead of {value!r}" for key, value in wanted.items() if identity.get(key) != value]
+        faults += [f"hook {name} {state}" for name, state in identity["hooks"].items() if state == "failed"]
+        if faults:
+            raise EngineError(f"the engine runs with {'; '.join(faults)}; see {self._server.log_path}")
+
+    def _check_computation(self) -> None:
+        with_image = self._settings.model_id == "Wan2.2-TI2V-5B-Diffusers"
+        if self._settings.model_id == "Wan2.2-I2V-A14B-Diffusers":
+            return  # its video always has the image's shape
+        query = canary_query(self._settings.flow_shift, with_image=with_image)
+        timeout = self._settings.request_timeout
+        try:
+            response = httpx.post(
+                f"{self._server.url}{GENERATE_PATH}", json=request_body(query), trust_env=False, timeout=timeout
+            )
+        except httpx.TransportError as error:
+            raise EngineError(f"the engine did not answer its first request: {error!r}; {self._server.log_tail()}") from error
+        if response.status_code != 200:
+            raise EngineError(f"the engine failed its first request: {reason(response)}; {self._server.log_tail()}")
+        check_canary(parse_answer(response.content, query), with_image=with_image)
+
+    def _info(self, identity: Mapping[str, Any], seconds: float) -> EngineInfo:
+        return EngineInfo(
+            url=self._server.url,
+            pid=self._server.pid,
+            version=str(identity["engine_version"]),
+            pipeline_config=str(identity["pipeline_config"]),
+            flow_shift=float(identity["flow_shift"]),
+            dtype=str(identity["dit_precision"]),
+            tp_size=int(identity["tp_size"]),
+            sp_size=int(identity["sp_size"]),
+            lora_merge_mode=str(identity["lora_merge_mode"]),
+            hooks=dict(identity["hooks"]),
+            log_path=self._server.log_path,
+            start_seconds=seconds,
+        )

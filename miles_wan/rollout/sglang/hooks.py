@@ -1,0 +1,127 @@
+"""The bodies of the engine hooks that ``plugin.py`` lists. In: the arguments of SGLang functions. Out: changed arguments
+or results. They run inside the engine's processes and know SGLang's objects; torch and SGLang are imported when a hook
+runs, because this file is loaded while the engine is still choosing its platform.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Args = tuple[tuple[Any, ...], dict[str, Any]]
+
+_requested = threading.local()
+_VISUAL_STREAM = "visual"
+
+
+def remember_requested_size(original: Callable[..., Any], stage: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``InputValidationStage.preprocess_condition_image``: width and height, if the request names both."""
+    explicit = batch.extra.get("explicit_fields", ())
+    _requested.size = (batch.width, batch.height) if {"width", "height"} <= set(explicit) else None
+    try:
+        return original(stage, batch, *args, **kwargs)
+    finally:
+        _requested.size = None
+
+
+def requested_output_size(
+    original: Callable[..., Any], width: int, height: int, step_w: int, step_h: int, area: int
+) -> Any:
+    """Around ``_best_output_size``: the requested size instead of 704 x 1280 pixels in the image's shape."""
+    size = getattr(_requested, "size", None)  # a thread that never handled a request has no attribute yet
+    if size is None:
+        return original(width, height, step_w, step_h, area)
+    if size[0] % step_w or size[1] % step_h:
+        raise ValueError(f"requested size {size[0]}x{size[1]} is not a multiple of {step_w}x{step_h} pixels")
+    return size
+
+
+def mark_conditioned_rollout(_result: None, *, batch: Any, pipeline_config: Any, **_kwargs: Any) -> None:
+    """After ``prepare_rollout_if_enabled``: tell the controller that latent frame 0 is given, not sampled."""
+    from sglang.multimodal_gen.configs.pipeline_configs.wan import Wan2_2_TI2V_5B_Config
+
+    if not batch.rollout or type(pipeline_config) is not Wan2_2_TI2V_5B_Config or batch.condition_image is None:
+        return
+    controller = batch.rollout_controllers[_VISUAL_STREAM]
+    if controller.latents_shape[2] < 2:
+        raise ValueError("one latent frame with a condition image leaves nothing to sample; ask for at least 5 frames")
+    controller.miles_wan_given_frames = 1
+
+
+def mask_given_frame(controller: Any, log_prob_sum: Any, log_prob_count: Any) -> Args | None:
+    """Before ``append_local_rollout_log_probs``: sum and count over the sampled frames only.
+
+    The engine sums -noise^2 / 2 - K over all frames, where K = ln(std) + ln(sqrt(2 pi)). K follows from its sum and the
+    noise it still holds, so the masked sum needs no knowledge of the sampler.
+    """
+    given = getattr(controller, "miles_wan_given_frames", 0)  # set by mark_conditioned_rollout, else all frames count
+    if not given or bool((log_prob_sum == 0).all()):  # a deterministic step
+        return None
+    squares = controller.noise_buffer.double().square()
+    everything = squares.sum(dim=(1, 2, 3, 4))
+    sampled = squares[:, :, given:].sum(dim=(1, 2, 3, 4))
+    frames = squares.shape[2]
+    count = log_prob_count * (frames - given) / frames
+    if controller.log_prob_no_const:
+        total = log_prob_sum.double() * sampled / everything
+    else:
+        constant = -(log_prob_sum.double() + everything / 2) / log_prob_count.double()
+        total = -sampled / 2 - constant * count.double()
+    return (controller, total.to(log_prob_sum.dtype), count), {}
+
+
+def float32_transition(_scheduler: Any, *args: Any, **kwargs: Any) -> Args | None:
+    """Before the Euler ``step``: a rollout's next state is returned in the dtype of the model output, so raise that."""
+    if kwargs.get("transition") is None:
+        return None
+    if args:
+        return (_scheduler, args[0].float(), *args[1:]), kwargs
+    return (_scheduler,), kwargs | {"model_output": kwargs["model_output"].float()}
+
+
+def float32_timestep(
+    batch: Any, t_device: Any, target_dtype: Any, seq_len: int, reserved_frames_mask: Any, patch_size: Any
+) -> Args:
+    """Before ``expand_wan_ti2v_timestep``: 909.7 must not become 908 in bfloat16."""
+    import torch
+
+    mask = None if reserved_frames_mask is None else reserved_frames_mask.float()
+    return (batch, t_device, torch.float32, seq_len, mask, patch_size), {}
+
+
+def uint8_frames(request_id: str, prompt: str, seed: int, rollout: bool, result: Any) -> None:
+    """Before ``_build_response``: frames [B, 3, T, H, W] as bytes, a quarter of the answer's size."""
+    import torch
+
+    if isinstance(result.output, torch.Tensor) and result.output.is_floating_point():
+        result.output = result.output.mul(255.0).round_().clamp_(0, 255).to(torch.uint8)
+
+
+def own_adapter(layer: Any, A: Any, B: Any, *args: Any, **kwargs: Any) -> Args:
+    """Before ``set_lora_weights``: the layer keeps its own copy, on its device, not a view of the sender's memory."""
+    from sglang.multimodal_gen.runtime.distributed import get_local_torch_device
+
+    device = get_local_torch_device()
+    return (layer, A.to(device, copy=True), B.to(device, copy=True), *args), kwargs
+
+
+def ensure_cpu_kernels(*_args: Any, **_kwargs: Any) -> None:
+    """Before the ``forward_cpu`` of the fused norms: define the kernels that the wheel lacks."""
+    from miles_wan.rollout.sglang.cpu_kernels import define_missing_kernels
+
+    define_missing_kernels()
+
+
+def add_identity_routes(app: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After ``create_app``: who this server is, and what it calls the trainer's layers."""
+    from miles_wan.rollout.sglang.identity import LAYER_NAMES_PATH, PATH, describe_server, server_layer_names
+
+    async def identity() -> dict[str, Any]:
+        return describe_server(server_args)
+
+    async def layer_names(body: dict[str, list[str]]) -> Mapping[str, str | None]:
+        return server_layer_names(server_args, body["names"])
+
+    app.add_api_route(PATH, identity, methods=["GET"])
+    app.add_api_route(LAYER_NAMES_PATH, layer_names, methods=["POST"])

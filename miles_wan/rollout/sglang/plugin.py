@@ -1,0 +1,191 @@
+"""SGLang's plugin of this project: a table of hooks, each with the engine fault it cures. SGLang calls ``register`` in its
+command line, workers and HTTP process. A hook whose fault the installed engine no longer has is left out; what was done
+is told by the server's identity route. A hook that SGLang cannot apply is only logged there, so the client checks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from miles_wan.rollout.sglang import hooks
+
+logger = logging.getLogger(__name__)
+
+DISABLE_VARIABLE = "MILES_WAN_SGLANG_DISABLE"  # names of hooks, separated by commas; for the tests of the hooks
+_RUNTIME = "multimodal_gen/runtime"
+_ROOT = "sglang.multimodal_gen.runtime"
+
+HookState = Literal["active", "failed", "disabled", "not needed"]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of the engine and what is put before, after or around it."""
+
+    target: str
+    kind: Literal["before", "after", "around"]
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A cure. ``file`` (inside the sglang package) holds ``marker`` as long as the engine has the fault."""
+
+    name: str
+    fault: str
+    patches: tuple[Patch, ...]
+    file: str
+    marker: str
+
+    def still_needed(self) -> bool:
+        spec = importlib.util.find_spec("sglang")
+        if spec is None or not spec.submodule_search_locations:
+            return False
+        path = Path(next(iter(spec.submodule_search_locations))) / self.file
+        return path.is_file() and self.marker in path.read_text(encoding="utf-8")
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        name="identity",
+        fault="a stale or foreign server on the port answers as if it were ours",
+        patches=(Patch(f"{_ROOT}.entrypoints.http_server.create_app", "after", hooks.add_identity_routes),),
+        file=f"{_RUNTIME}/entrypoints/http_server.py",
+        marker="def create_app(",
+    ),
+    Hook(
+        name="requested_size",
+        fault="with a first image (TI2V) the requested width and height are ignored",
+        patches=(
+            Patch(
+                f"{_ROOT}.pipelines_core.stages.input_validation.InputValidationStage.preprocess_condition_image",
+                "around",
+                hooks.remember_requested_size,
+            ),
+            Patch(
+                f"{_ROOT}.pipelines_core.stages.input_validation._best_output_size",
+                "around",
+                hooks.requested_output_size,
+            ),
+        ),
+        file=f"{_RUNTIME}/pipelines_core/stages/input_validation.py",
+        marker="max_area = 704 * 1280",
+    ),
+    Hook(
+        name="sampled_log_prob",
+        fault="the log-prob counts latent frame 0, which was given by the image and not sampled",
+        patches=(
+            Patch(
+                f"{_ROOT}.post_training.rollout_hooks.prepare_rollout_if_enabled",
+                "after",
+                hooks.mark_conditioned_rollout,
+            ),
+            Patch(
+                f"{_ROOT}.post_training.flow_rollout_controller.FlowRolloutController.append_local_rollout_log_probs",
+                "before",
+                hooks.mask_given_frame,
+            ),
+        ),
+        file=f"{_RUNTIME}/post_training/flow_rollout_controller.py",
+        marker="log_prob_no_const_val = -((full_variance_noise * noise_std_dev) ** 2)",
+    ),
+    Hook(
+        name="float32_transition",
+        fault="the next state of a rollout is rounded to the model's dtype: its log-prob is off by 5e-3 at a late step",
+        patches=(
+            Patch(
+                f"{_ROOT}.models.schedulers.scheduling_flow_match_euler_discrete.FlowMatchEulerDiscreteScheduler.step",
+                "before",
+                hooks.float32_transition,
+            ),
+        ),
+        file=f"{_RUNTIME}/models/schedulers/scheduling_flow_match_euler_discrete.py",
+        marker="prev_sample = prev_sample.to(model_output.dtype)",
+    ),
+    Hook(
+        name="float32_timestep",
+        fault="with a first image (TI2V) the timestep is rounded to the model's dtype: 909.7 becomes 908",
+        patches=(
+            Patch(
+                f"{_ROOT}.pipelines_core.stages.model_specific_stages.wan_ti2v.expand_wan_ti2v_timestep",
+                "before",
+                hooks.float32_timestep,
+            ),
+        ),
+        file=f"{_RUNTIME}/pipelines_core/stages/model_specific_stages/wan_ti2v.py",
+        marker="t_device_rounded = t_device.to(target_dtype)",
+    ),
+    Hook(
+        name="uint8_frames",
+        fault="frames are answered as float32: 1.3 GB for a video of 704x1280x121",
+        patches=(Patch(f"{_ROOT}.entrypoints.post_training.rollout_api._build_response", "before", hooks.uint8_frames),),
+        file=f"{_RUNTIME}/entrypoints/post_training/rollout_api.py",
+        marker="serialized_generated_output = _maybe_serialize(out_i)",
+    ),
+    Hook(
+        name="own_adapter",
+        fault="adapters are kept as views of the sender's shared memory, and copied to the device at every forward",
+        patches=(
+            Patch(f"{_ROOT}.layers.lora.linear.BaseLayerWithLoRA.set_lora_weights", "before", hooks.own_adapter),
+        ),
+        file=f"{_RUNTIME}/layers/lora/linear.py",
+        marker="# share storage with weights in the pipeline",
+    ),
+    Hook(
+        name="cpu_kernels",
+        fault="two fused norm kernels are missing in the wheel, so every denoising step fails on a CPU",
+        patches=tuple(
+            Patch(f"{_ROOT}.layers.layernorm.{name}.forward_cpu", "before", hooks.ensure_cpu_kernels)
+            for name in ("_NormScaleShift", "_ScaleResidualNormScaleShift")
+        ),
+        file=f"{_RUNTIME}/layers/layernorm.py",
+        marker="torch.ops.sgl_kernel.fused_norm_scale_shift_cpu",
+    ),
+)
+
+
+def disabled_hooks() -> frozenset[str]:
+    """Names in the environment variable; ValueError for one that no hook has."""
+    names = frozenset(filter(None, (name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(","))))
+    unknown = names - {hook.name for hook in HOOKS}
+    if unknown:
+        raise ValueError(f"{DISABLE_VARIABLE}: no hook is called {', '.join(sorted(unknown))}")
+    return names
+
+
+def register() -> None:
+    """Register every hook that is needed and not disabled. Entry point of ``sglang.multimodal_gen.plugins``."""
+    from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
+
+    disabled = disabled_hooks()
+    for hook in HOOKS:
+        if hook.name in disabled:
+            continue
+        if not hook.still_needed():
+            logger.warning("hook %s left out: this SGLang does not have the fault (%s)", hook.name, hook.fault)
+            continue
+        for patch in hook.patches:
+            HookRegistry.register(patch.target, patch.function, HookType(patch.kind))
+
+
+def hook_states() -> dict[str, HookState]:
+    """What became of every hook in this process: active, failed, disabled or not needed."""
+    from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry
+
+    disabled = disabled_hooks()
+    states: dict[str, HookState] = {}
+    for hook in HOOKS:
+        if hook.name in disabled:
+            states[hook.name] = "disabled"
+        elif not hook.still_needed():
+            states[hook.name] = "not needed"
+        else:
+            applied = all(patch.target in HookRegistry._patched for patch in hook.patches)
+            states[hook.name] = "active" if applied else "failed"
+    return states

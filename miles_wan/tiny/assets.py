@@ -1,0 +1,142 @@
+"""The tiny assets together. In: a folder, a seed, sizes. Out: checkpoint, reward model and data set under it, with a
+manifest; the folder appears at once and complete, or not at all. It knows no training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_wan.errors import InputError
+from miles_wan.tiny.checkpoint import write_checkpoint
+from miles_wan.tiny.dataset import caption_words, check_sizes, write_dataset
+from miles_wan.tiny.pickscore import write_pickscore
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "tiny.json"
+# Raised when the same seed no longer gives the same files.
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TinyPaths:
+    """Where things lie: two model folders and two data files."""
+
+    model: Path
+    reward: Path
+    train_jsonl: Path
+    eval_jsonl: Path
+
+
+def make_tiny(out: Path, *, seed: int = 0, train_records: int = 64, eval_records: int = 64) -> TinyPaths:
+    """Write a tiny Wan2.2-TI2V checkpoint, a tiny PickScore and a toy data set into ``out``.
+
+    The same arguments give the same bytes. What is already there, complete and from the same arguments, is kept.
+
+    Args:
+        out: a folder that is absent, empty, or made by this function with these arguments.
+        seed: of all weights and of the data.
+        train_records: number of training records.
+        eval_records: number of validation records; none of them is a training record.
+
+    Returns:
+        The paths, below ``out``.
+
+    Raises:
+        InputError: ``out`` holds anything else or cannot be written, or a size is impossible.
+    """
+    out = Path(out)
+    check_sizes(train_records=train_records, eval_records=eval_records)
+    wanted = {"format": FORMAT, "seed": seed, "train_records": train_records, "eval_records": eval_records}
+    if _is_done(out, wanted):
+        logger.info("%s is complete and is kept", out)
+        return _paths(out)
+    try:
+        _write(out, wanted)
+    except OSError as error:
+        raise InputError([f"cannot write {out}: {error}; choose a folder that can be written with --out."]) from error
+    return _paths(out)
+
+
+def _paths(out: Path) -> TinyPaths:
+    return TinyPaths(
+        model=out / "Wan2.2-TI2V-5B-tiny",
+        reward=out / "PickScore-tiny",
+        train_jsonl=out / "data" / "train.jsonl",
+        eval_jsonl=out / "data" / "validation.jsonl",
+    )
+
+
+def _write(out: Path, wanted: dict[str, int]) -> None:
+    """Write beside ``out``, then rename: an interrupted call leaves ``out`` as it was."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    staging = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        _write_parts(staging, wanted)
+        staging.rename(out)
+    except OSError:
+        # Somebody else may have made the same folder meanwhile: then theirs is as good.
+        if not _is_done(out, wanted):
+            raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_parts(folder: Path, wanted: dict[str, int]) -> None:
+    paths = _paths(folder)
+    words = caption_words()
+    seed = wanted["seed"]
+    write_checkpoint(paths.model, words, seed=seed)
+    write_pickscore(paths.reward, words, seed=seed)
+    sizes = {name: wanted[name] for name in ("train_records", "eval_records")}
+    write_dataset(paths.train_jsonl.parent, seed=seed, **sizes)
+    manifest = {"made_by": "miles-wan tiny", **wanted, "sha256": _digests(folder)}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_done(out: Path, wanted: dict[str, int]) -> bool:
+    """True: ``out`` is what would be written. False: there is nothing there. Anything else is an ``InputError``."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    remedy = "choose another folder with --out, or delete this one."
+    if not (out / MANIFEST).is_file():
+        raise InputError([f"{out} is not empty and was not made by miles-wan tiny; {remedy}"])
+    manifest = _read_manifest(out / MANIFEST, remedy=remedy)
+    faults = [
+        f"{out} was made with {name} = {manifest.get(name)}, not {value}; {remedy}"
+        for name, value in wanted.items()
+        if manifest.get(name) != value
+    ]
+    faults = faults or [f"{out}: {fault}; {remedy}" for fault in _damage(out, manifest["sha256"])]
+    if faults:
+        raise InputError(faults)
+    return True
+
+
+def _read_manifest(path: Path, *, remedy: str) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError([f"{path} is not a readable manifest ({error}); {remedy}"]) from error
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("sha256"), dict):
+        raise InputError([f"{path} is not a manifest of miles-wan tiny; {remedy}"])
+    return manifest
+
+
+def _damage(out: Path, expected: dict[str, str]) -> list[str]:
+    found = _digests(out)
+    missing = [f"{name} is missing" for name in expected if name not in found]
+    changed = [f"{name} was changed" for name in expected if name in found and found[name] != expected[name]]
+    return missing + changed
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

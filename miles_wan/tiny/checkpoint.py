@@ -1,0 +1,123 @@
+"""A tiny Wan2.2-TI2V checkpoint. In: a folder and a seed. Out: the released diffusers layout, a few megabytes of
+random weights. It knows nothing of rewards or data sets; the words its tokenizer must know are handed in.
+
+The shapes are the released ones in every way the code can see (48 latent channels, 4x16x16 compression, patch 2,
+residual VAE, per-token timesteps), only narrower.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
+
+TEXT_VOCAB_SIZE = 256
+TEXT_WIDTH = 32
+LATENT_CHANNELS = 48
+
+
+def write_checkpoint(folder: Path, words: Sequence[str], *, seed: int) -> None:
+    """Write transformer, vae, text_encoder, tokenizer, scheduler and model_index.json into ``folder``.
+
+    Args:
+        folder: created if needed.
+        words: lower-case words that become one token each; other text falls apart into letters.
+        seed: of all weights. The global random state of torch is left as it was.
+    """
+    tokenizer = make_tokenizer(words)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # The order of these three draws is part of the format: reference numbers were recorded with it.
+        transformer = make_transformer()
+        vae = make_vae()
+        text_encoder = make_text_encoder()
+    pipeline = WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        vae=vae,
+        scheduler=make_scheduler(),
+        transformer=transformer,
+        transformer_2=None,
+        boundary_ratio=None,
+        expand_timesteps=True,
+    )
+    pipeline.save_pretrained(folder)
+
+
+def make_transformer() -> WanTransformer3DModel:
+    """Two blocks of width 48 (2 heads of 24), drawn from the global random state."""
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=24,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        text_dim=TEXT_WIDTH,
+        freq_dim=64,
+        ffn_dim=64,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=1024,
+    )
+
+
+def make_vae() -> AutoencoderKLWan:
+    """The Wan2.2 VAE with 16 base channels: [3, 4n+1, 16a, 16b] pixels to [48, n+1, a, b] latents."""
+    return AutoencoderKLWan(
+        base_dim=16,
+        decoder_base_dim=16,
+        z_dim=LATENT_CHANNELS,
+        dim_mult=[1, 2, 4, 4],
+        num_res_blocks=1,
+        attn_scales=[],
+        temperal_downsample=[False, True, True],
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_spatial=16,
+        scale_factor_temporal=4,
+        latents_mean=[0.0] * LATENT_CHANNELS,
+        latents_std=[1.0] * LATENT_CHANNELS,
+    )
+
+
+def make_text_encoder() -> UMT5EncoderModel:
+    """A UMT5 encoder of two layers and width 32."""
+    config = UMT5Config(
+        vocab_size=TEXT_VOCAB_SIZE,
+        d_model=TEXT_WIDTH,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        relative_attention_num_buckets=8,
+        feed_forward_proj="gated-gelu",
+    )
+    return UMT5EncoderModel(config)
+
+
+def make_scheduler() -> UniPCMultistepScheduler:
+    """The released scheduler: flow matching, shift 5."""
+    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
+
+
+def make_tokenizer(words: Sequence[str]) -> T5Tokenizer:
+    """A Unigram tokenizer: one token per word of ``words``, letters for the rest, ``</s>`` at the end.
+
+    Raises:
+        ValueError: the vocabulary would not fit the text encoder.
+    """
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    # A whole word costs less than its letters, so it always wins.
+    whole = [(f"▁{word}", -1.0) for word in dict.fromkeys(words)]
+    letters = [(piece, -10.0) for piece in ("▁", *string.ascii_lowercase) if piece not in dict(whole)]
+    vocabulary = special + whole + letters
+    if len(vocabulary) > TEXT_VOCAB_SIZE:
+        raise ValueError(f"{len(vocabulary)} tokens do not fit a text encoder of {TEXT_VOCAB_SIZE}; use fewer words")
+    return T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=512)

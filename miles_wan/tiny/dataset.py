@@ -1,0 +1,129 @@
+"""A toy data set of moving coloured shapes. In: a folder, a seed, two sizes. Out: first frames (PNG), captions, and
+train and validation JSON lines in the project's data format. It knows no model.
+
+A scene is (colour, shape, direction, background); no scene is used twice, so validation is unseen in prompt and image.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from miles_wan.errors import InputError
+
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (40, 80, 220),
+    "yellow": (240, 210, 50),
+    "purple": (140, 60, 180),
+    "orange": (245, 140, 30),
+    "white": (245, 245, 245),
+    "black": (20, 20, 20),
+}
+SHAPES = ("circle", "square", "triangle")
+# Unit steps in image coordinates (x to the right, y down).
+DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}
+IMAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One record: what the first frame shows and how it goes on."""
+
+    colour: str
+    shape: str
+    direction: str
+    background: str
+
+    @property
+    def caption(self) -> str:
+        return f"a {self.colour} {self.shape} moves {self.direction} on a {self.background} background"
+
+
+def all_scenes() -> list[Scene]:
+    """Every scene whose shape can be told from its background, in a fixed order."""
+    choices = product(COLOURS, SHAPES, DIRECTIONS, COLOURS)
+    return [Scene(*choice) for choice in choices if choice[0] != choice[3]]
+
+
+def caption_words() -> list[str]:
+    """The words of all captions, each once, sorted."""
+    return sorted({word for scene in all_scenes() for word in scene.caption.split()})
+
+
+def write_dataset(folder: Path, *, seed: int, train_records: int, eval_records: int) -> None:
+    """Write ``train.jsonl``, ``validation.jsonl`` and ``images/`` into ``folder``.
+
+    Raises:
+        InputError: a size is below 1, or there are not enough different scenes.
+    """
+    check_sizes(train_records=train_records, eval_records=eval_records)
+    rng = random.Random(seed)
+    scenes = rng.sample(all_scenes(), train_records + eval_records)
+    (folder / "images").mkdir(parents=True)
+    _write_split(folder, "validation", scenes[:eval_records], rng=rng)
+    _write_split(folder, "train", scenes[eval_records:], rng=rng)
+
+
+def check_sizes(*, train_records: int, eval_records: int) -> None:
+    """Raise ``InputError`` with every fault of the two sizes."""
+    sizes = {"train_records": train_records, "eval_records": eval_records}
+    faults = [f"{name} is {size}; it must be at least 1." for name, size in sizes.items() if size < 1]
+    available = len(all_scenes())
+    if not faults and sum(sizes.values()) > available:
+        faults.append(
+            f"train_records + eval_records is {sum(sizes.values())}, but there are only {available} different scenes "
+            "of moving shapes; ask for fewer records."
+        )
+    if faults:
+        raise InputError(faults)
+
+
+def draw_first_frame(scene: Scene, *, centre: tuple[float, float], radius: float) -> Image.Image:
+    """The first frame, IMAGE_SIZE squared RGB; ``centre`` and ``radius`` in pixels."""
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), COLOURS[scene.background])
+    draw = ImageDraw.Draw(image)
+    x, y = centre
+    box = (x - radius, y - radius, x + radius, y + radius)
+    fill = COLOURS[scene.colour]
+    if scene.shape == "circle":
+        draw.ellipse(box, fill=fill)
+    elif scene.shape == "square":
+        draw.rectangle(box, fill=fill)
+    else:
+        draw.polygon(((x, y - radius), (x - radius, y + radius), (x + radius, y + radius)), fill=fill)
+    return image
+
+
+def _write_split(folder: Path, split: str, scenes: Sequence[Scene], *, rng: random.Random) -> None:
+    lines = list(_records(folder, split, scenes, rng=rng))
+    (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+
+
+def _records(folder: Path, split: str, scenes: Sequence[Scene], *, rng: random.Random) -> Iterator[dict[str, object]]:
+    for index, scene in enumerate(scenes):
+        radius = rng.uniform(0.14, 0.2) * IMAGE_SIZE
+        path = f"images/{split}_{index:04d}.png"
+        draw_first_frame(scene, centre=_start(scene, rng=rng), radius=radius).save(folder / path)
+        metadata = {
+            "image_path": path,
+            "colour": scene.colour,
+            "shape": scene.shape,
+            "direction": scene.direction,
+            "background": scene.background,
+        }
+        yield {"input": scene.caption, "metadata": metadata}
+
+
+def _start(scene: Scene, *, rng: random.Random) -> tuple[float, float]:
+    """Where the shape starts: off the middle, so that there is room to move."""
+    step_x, step_y = DIRECTIONS[scene.direction]
+    x, y = (0.5 - 0.2 * step + rng.uniform(-0.05, 0.05) for step in (step_x, step_y))
+    return x * IMAGE_SIZE, y * IMAGE_SIZE

@@ -1,0 +1,139 @@
+"""Every metric of the project in one table: name, meaning, unit and how it is aggregated over a rollout.
+
+In: nothing. Out: the table, a check that refuses names outside it, and the page docs/metrics.md made from it. A name
+with ``<...>`` is a pattern: the bracket stands for one word that a run chooses (the name of a reward, of a phase).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from miles_wan.tracking.writing import TrackingError
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row. ``timing`` marks what differs between two runs of the same seed: clocks, and nothing else."""
+
+    description: str
+    unit: str
+    timing: bool = False
+
+
+GROUPS: dict[str, str] = {
+    "rollout": "What was generated and how it scored, each rollout.",
+    "train": "The update: means are over the optimizer steps of the rollout and all ranks.",
+    "sync": "Weights from the trainers into the engines, after each update.",
+    "eval": "Validation: fixed seeds, no noise, before training, every `eval.interval` rollouts and at the end.",
+    "time": "The driver's clock. Phases exclude each other; what overlaps them is reported apart.",
+    "tracking": "The log itself.",
+}
+
+METRICS: dict[str, Metric] = {
+    "rollout/reward_mean": Metric("Training reward: the weighted sum of the reward parts", "mean over videos"),
+    "rollout/reward_std": Metric("Spread of the training reward", "std over videos (ddof 0)"),
+    "rollout/reward_group_std": Metric("Spread inside a group: what advantages are made of", "mean of the groups' std"),
+    "rollout/reward/<part>": Metric("One reward by name, unweighted", "mean over videos"),
+    "rollout/videos": Metric("Videos that were scored and trained on", "count"),
+    "rollout/groups": Metric("Groups (records) that were trained on", "count"),
+    "rollout/equal_groups": Metric("Groups whose rewards are all equal: their advantage is 0", "count"),
+    "rollout/dropped_samples": Metric("Videos given up after retries", "count"),
+    "rollout/skipped_groups": Metric("Groups left out because too few of their videos arrived", "count"),
+    "rollout/retries": Metric("Requests repeated after a transport fault", "count"),
+    "rollout/truncated_prompts": Metric("Prompts cut to the text encoder's length", "count"),
+    "rollout/cropped_images": Metric("First frames whose shape is far from the working size", "count"),
+    "rollout/epoch": Metric("Pass over the training records, from 0", "index"),
+    "rollout/policy_version": Metric("Version of the weights that generated the videos", "index"),
+    "rollout/window_start": Metric("First stochastic step of the window", "step index, mean over groups"),
+    "train/loss": Metric("Policy loss plus weighted KL", "mean over (sample, step) pairs"),
+    "train/policy_loss": Metric("Clipped policy loss", "mean over pairs"),
+    "train/kl": Metric("KL to the reference (adapter off); logged when algorithm.kl_beta > 0", "nat per element, mean"),
+    "train/clip_fraction": Metric("Pairs whose ratio lies outside the clip range", "share 0..1"),
+    "train/approx_kl": Metric("Half the mean square of the log-prob change during the update", "mean over pairs"),
+    "train/ratio_mean": Metric("Likelihood ratio new / old during the update", "mean over pairs"),
+    "train/ratio_minus_one_max_before_update": Metric(
+        "Largest |ratio - 1| with unchanged weights: float noise, or the run is wrong", "max over pairs"
+    ),
+    "train/log_prob_gap_max": Metric(
+        "Parity: engine's log-prob against the trainer's, before the update", "max over pairs"
+    ),
+    "train/log_prob_gap_mean": Metric(
+        "Parity: engine's log-prob against the trainer's, before the update", "mean over pairs"
+    ),
+    "train/log_prob_pairs": Metric("(sample, kept step) pairs compared for parity", "count"),
+    "train/log_prob_mean": Metric("Log-prob of the sampled steps under the new weights", "nat per element, mean"),
+    "train/advantage_abs_mean": Metric("Size of the advantages", "mean over videos"),
+    "train/advantage_clip_fraction": Metric("Advantages cut at algorithm.advantage_clip", "share 0..1"),
+    "train/grad_norm": Metric("Gradient norm before clipping", "mean over optimizer steps"),
+    "train/lr": Metric("Learning rate of the last optimizer step", "1"),
+    "train/optimizer_steps": Metric("Optimizer steps since the start of the run", "count"),
+    "train/pairs": Metric("(sample, step) pairs trained on in this rollout", "count"),
+    "sync/seconds": Metric("Gather, send, apply and verify", "s", timing=True),
+    "sync/bytes": Metric("Adapter bytes sent to each engine", "byte"),
+    "sync/tensors": Metric("Tensors sent and applied", "count"),
+    "sync/prefixes": Metric("Layers that received an adapter", "count"),
+    "sync/unmapped": Metric("Tensors without a place in the engine: always 0, or the run stops", "count"),
+    "sync/policy_version": Metric("Version of the weights after the sync", "index"),
+    "eval/reward_mean": Metric("Validation reward: the weighted sum of the reward parts", "mean over records"),
+    "eval/reward_ci95": Metric("Half-width of its 95 % interval (Student t over records)", "reward"),
+    "eval/reward/<part>": Metric("One reward by name, unweighted, validation-only ones included", "mean over records"),
+    "eval/videos": Metric("Validation videos scored", "count"),
+    "eval/dropped_samples": Metric("Validation videos given up after retries", "count"),
+    "time/rollout_total": Metric("Wall time from the last rollout's line to this one", "s", timing=True),
+    "time/overlap/<work>": Metric("Work that ran beside the phases in this rollout", "s", timing=True),
+    "time/<phase>": Metric("Time of one exclusive phase in this rollout", "s", timing=True),
+    "tracking/non_finite": Metric("Values of this line that were not finite: written as null", "count"),
+}
+
+
+@cache
+def metric_of(name: str) -> Metric:
+    """The row that ``name`` belongs to. Raises ``TrackingError`` when there is none."""
+    if name in METRICS and "<" not in name:
+        return METRICS[name]
+    for pattern, metric in METRICS.items():
+        if "<" in pattern and re.fullmatch(_as_regex(pattern), name):
+            return metric
+    raise TrackingError(f"Unknown metric {name!r}: add it to METRICS in {__name__}, with its meaning and unit.")
+
+
+def _as_regex(pattern: str) -> str:
+    before, _, rest = pattern.partition("<")
+    return re.escape(before) + r"[^/\s]+" + re.escape(rest.partition(">")[2])
+
+
+def is_timing(name: str) -> bool:
+    """Whether ``name`` reads a clock, so that two runs of the same seed may differ in it."""
+    return metric_of(name).timing
+
+
+def metrics_table_markdown() -> str:
+    """The page docs/metrics.md: one table per group."""
+    unlisted = {name.partition("/")[0] for name in METRICS} - set(GROUPS)
+    if unlisted:
+        raise TrackingError(f"Metric groups without a heading in GROUPS: {sorted(unlisted)}")
+    return "\n\n".join([_PAGE_HEAD, *(_section(group) for group in GROUPS)]) + "\n"
+
+
+_PAGE_HEAD = """# Metrics
+
+Generated from `miles_wan/tracking/names.py`; a name outside this table cannot be logged.
+
+`metrics.jsonl` holds one JSON object a line: `step` (rollouts finished; 0 is before training), `time` (UTC) and the metrics
+below under their full names. TensorBoard shows the same numbers. A value that is not finite is `null`, is named in the log
+and counted. After `--resume` the lines behind the resumed checkpoint are dropped, so that every step stands there once."""
+
+
+def _section(group: str) -> str:
+    rows = ((name, metric) for name, metric in METRICS.items() if name.startswith(f"{group}/"))
+    return f"## {group}\n\n{GROUPS[group]}\n\n" + _table(
+        (f"`{name}`", metric.description.replace("|", "\\|"), metric.unit) for name, metric in rows
+    )
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+    head = ("metric", "meaning", "unit, aggregation")
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows))

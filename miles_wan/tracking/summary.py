@@ -1,0 +1,119 @@
+"""The last word of a run: ``summary.json``, and the statistics that stand in it.
+
+In: the rewards of the same validation records before and after, and the facts of the run. Out: a gain with its interval,
+and a file with every key that readers rely on. It knows nothing of how the rewards were made.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from miles_wan.tracking.writing import TrackingError, plain_number, replacing
+
+logger = logging.getLogger(__name__)
+
+REQUIRED_KEYS = (
+    "rollouts",
+    "seconds",
+    "seconds_by_phase",
+    "eval_reward_before",
+    "eval_reward_after",
+    "eval_gain_mean",
+    "eval_gain_ci95",
+    "tp_size",
+    "dp_size",
+    "fsdp_blocks",
+    "trainable_parameters",
+    "total_parameters",
+    "lora_tensors",
+    "layer_prefixes",
+    "unmapped",
+    "max_log_prob_gap",
+    "log_prob_pairs_compared",
+    "max_ratio_minus_one_before_update",
+    "sync_seconds_mean",
+    "videos_scored",
+    "dropped_samples",
+    "resumed_from",
+)
+
+
+class Interval(NamedTuple):
+    """``mean`` +- ``ci95``, the half-width of the 95 % interval (NaN for fewer than two values)."""
+
+    mean: float
+    ci95: float
+
+
+def mean_ci95(values: Sequence[float]) -> Interval:
+    """Mean and half-width of Student's 95 % interval: t(0.975, n - 1) s / sqrt(n), s with ddof 1.
+
+    Equal values give exactly 0 as half-width. Raises ``TrackingError`` for no values or values that are not finite.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0 or not np.isfinite(array).all():
+        raise TrackingError(f"An interval needs a list of finite numbers, got {values!r}.")
+    if array.size == 1:
+        return Interval(float(array[0]), math.nan)
+    if (array == array[0]).all():
+        return Interval(float(array[0]), 0.0)
+    quantile = stats.t.ppf(0.975, array.size - 1)
+    return Interval(float(array.mean()), float(quantile * stats.sem(array)))
+
+
+def paired_gain(before: Sequence[float], after: Sequence[float]) -> Interval:
+    """Mean of ``after[i] - before[i]`` with its 95 % interval (paired t). Entry i is the same record in both.
+
+    Raises:
+        TrackingError: other lengths, no values, or values that are not finite.
+    """
+    if len(before) != len(after):
+        raise TrackingError(
+            f"A paired gain needs the same records twice, got {len(before)} before and {len(after)} after."
+        )
+    difference = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
+    return mean_ci95(difference.tolist())
+
+
+def write_summary(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Write ``data`` as JSON, atomically: the required keys first and in their order, then the others by name.
+
+    A number that is not finite becomes null and is named in the log.
+
+    Raises:
+        TrackingError: a required key is missing, a value has no JSON form, or the file cannot be written.
+    """
+    target = Path(path)
+    missing = [key for key in REQUIRED_KEYS if key not in data]
+    if missing:
+        raise TrackingError(f"{target}: the summary lacks {', '.join(missing)}.")
+    order = [*REQUIRED_KEYS, *sorted(set(data) - set(REQUIRED_KEYS))]
+    text = json.dumps({key: _plain(data[key], key) for key in order}, indent=2, ensure_ascii=False, allow_nan=False)
+    with replacing(target) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    try:
+        number = plain_number(value)
+    except TypeError as error:
+        raise TrackingError(f"summary key {where}: {value!r} has no JSON form.") from error
+    if number is None:
+        logger.warning("summary key %s is %s: written as null", where, value)
+    return number

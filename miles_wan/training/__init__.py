@@ -1,0 +1,1 @@
+"""One FSDP2 worker: sharding, micro-batches, optimizer, checkpoint. Runs under any launcher that gives rank and rendezvous."""

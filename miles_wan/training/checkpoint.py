@@ -1,0 +1,89 @@
+"""Writes and reads the training state of all ranks with torch.distributed.checkpoint. Both calls are collectives.
+
+The folder is not a checkpoint until the driver commits it by renaming (see ``cluster.checkpoints``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.futures import Future
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from miles_wan.errors import CheckpointError
+from miles_wan.faults import reach
+
+
+class TrainingState:
+    """The ``Stateful`` that torch.distributed.checkpoint saves: trainable weights, optimizer, schedule, random state."""
+
+    def __init__(self, transformer: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+        self._transformer, self._optimizer, self._scheduler = transformer, optimizer, scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        adapter, optimizer = get_state_dict(
+            self._transformer, self._optimizer, options=StateDictOptions(ignore_frozen_params=True)
+        )
+        return {
+            "adapter": adapter,
+            "optimizer": optimizer,
+            "scheduler": self._scheduler.state_dict(),
+            f"random_state_{dist.get_rank()}": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self._transformer,
+            self._optimizer,
+            model_state_dict=state["adapter"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=False),
+        )
+        self._scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state[f"random_state_{dist.get_rank()}"])
+
+
+class _Writer(dcp.FileSystemWriter):
+    """The file-system writer with the points at which a test may kill the run."""
+
+    def __init__(self, path: Path, *, rollout_id: int) -> None:
+        super().__init__(path, single_file_per_rank=True, sync_files=True)
+        self._rollout_id = rollout_id
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
+        reach(f"checkpoint/before_shard_{dist.get_rank()}", self._rollout_id)
+        return super().write_data(plan, planner)
+
+
+def save(
+    directory: Path, transformer: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, *, rollout_id: int
+) -> None:
+    """Write the state into ``directory``."""
+    state = {"training": TrainingState(transformer, optimizer, scheduler)}
+    try:
+        dcp.save(state, storage_writer=_Writer(directory, rollout_id=rollout_id))
+    except Exception as error:
+        raise CheckpointError(f"could not write the checkpoint {directory}: {error}; free space and resume") from error
+
+
+def load(directory: Path, transformer: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    """Restore the state in ``directory``, on any number of ranks up to that of the save.
+
+    Raises:
+        CheckpointError: files missing or of another model.
+    """
+    state = {"training": TrainingState(transformer, optimizer, scheduler)}
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
+    except Exception as error:
+        raise CheckpointError(
+            f"could not read the checkpoint {directory}: {error}. Resume with the configuration it was written with, "
+            "or remove this folder to go back to the one before."
+        ) from error

@@ -1,0 +1,220 @@
+"""The training worker of one rank: loads, adapts and shards the transformer, then turns trajectories into updates.
+
+In: ``TrainItem`` lists, already split by rank. Out: metrics (equal on all ranks), adapters, checkpoints. Knows nothing
+of Ray, engines or rewards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from miles_wan.config import Config
+from miles_wan.errors import MilesWanError, ParityError
+from miles_wan.faults import reach
+from miles_wan.records import TrainItem, derived_seed
+from miles_wan.training import checkpoint
+from miles_wan.training.batch import micro_batches
+from miles_wan.training.objective import Objective, PairStatistics
+from miles_wan.training.sharding import (
+    count_sharded_blocks,
+    full_tensor,
+    init_process_group,
+    shard_transformer,
+)
+from miles_wan.wan.load import load_transformer
+from miles_wan.wan.lora import ModelReport, inject_lora, load_adapter, report, save_adapter, trainable_parameters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Who this worker is: its rank, the number of ranks, where they meet, and its device."""
+
+    rank: int
+    world_size: int
+    init_method: str
+    device: str
+
+
+class TrainingWorker:
+    """FSDP2 LoRA training of one Wan transformer.
+
+    Args:
+        config: the run's configuration.
+        rank: this worker's place.
+        model_path: local folder of the checkpoint.
+        expand_timesteps: the checkpoint's flag: first-frame conditioning with per-token timesteps.
+    """
+
+    def __init__(self, config: Config, rank: Rank, *, model_path: Path, expand_timesteps: bool) -> None:
+        self._config = config
+        self.device = torch.device(rank.device)
+        init_process_group(device=self.device, rank=rank.rank, world_size=rank.world_size, init_method=rank.init_method)
+        model = config.model
+        transformer = load_transformer(model_path, dtype=model.dtype)
+        inject_lora(
+            transformer,
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            targets=model.lora_targets,
+            seed=derived_seed(config.seed, "lora"),
+        )
+        if model.init_adapter is not None:
+            load_adapter(transformer, Path(model.init_adapter), rank=model.lora_rank, alpha=model.lora_alpha)
+        self.report: ModelReport = report(transformer)
+        shard_transformer(
+            transformer, device=self.device, activation_checkpointing=config.training.activation_checkpointing
+        )
+        self.transformer = transformer
+        self.sharded_blocks = count_sharded_blocks(transformer)
+        self._objective = Objective(transformer, config, expand_timesteps=expand_timesteps)
+        settings = config.training.optimizer
+        self.optimizer = torch.optim.AdamW(
+            [parameter for _, parameter in trainable_parameters(transformer)],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        self.scheduler: LRScheduler = get_scheduler(
+            "constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
+            self.optimizer,
+            num_warmup_steps=settings.warmup_steps,
+            num_training_steps=config.num_rollouts * config.algorithm.optimizer_steps_per_rollout,
+        )
+
+    def update(self, steps: Sequence[Sequence[TrainItem]], *, rollout_id: int) -> dict[str, float]:
+        """Train on one rollout.
+
+        Args:
+            steps: per optimizer step, this rank's items; every rank has equally many.
+
+        Returns:
+            Metrics ``train/...``, reduced over all ranks.
+
+        Raises:
+            ParityError: engine and trainer disagree about a log-prob by more than ``algorithm.max_log_prob_gap``;
+                raised on every rank before the first optimizer step, so that no weight has moved.
+        """
+        # The first step's pairs are compared in its own forward; the later steps' need one before any weight moves.
+        before_update = PairStatistics()
+        for items in steps[1:]:
+            self._measure(items, before_update)
+        overall = PairStatistics()
+        gap_metrics: dict[str, float] = {}
+        grad_norms: list[float] = []
+        for index, items in enumerate(steps):
+            statistics = self._accumulate(items, rollout_id)
+            overall.merge(statistics)
+            if index == 0:
+                before_update.merge(statistics)
+                gap_metrics = self._check_parity(before_update)
+            grad_norms.append(self._step(rollout_id))
+        return {
+            **overall.reduced(self.device),
+            **gap_metrics,
+            "train/grad_norm": max(grad_norms),
+            "train/lr": float(self.scheduler.get_last_lr()[0]),
+            "train/optimizer_steps": float(len(steps)),
+        }
+
+    def _measure(self, items: Sequence[TrainItem], into: PairStatistics) -> None:
+        with torch.no_grad():
+            for batch in micro_batches(items, size=self._config.training.micro_batch_size, device=self.device):
+                into.add(self._objective(batch))
+
+    def _accumulate(self, items: Sequence[TrainItem], rollout_id: int) -> PairStatistics:
+        """Forward and backward of one optimizer step; gradients are means over all ranks' pairs."""
+        statistics = PairStatistics()
+        batches = list(micro_batches(items, size=self._config.training.micro_batch_size, device=self.device))
+        pairs = sum(batch.sigma.numel() for batch in batches)
+        for index, batch in enumerate(batches):
+            # FSDP2 reduces gradients of the frozen base never, of the adapters once: after the last micro-batch.
+            self.transformer.set_requires_gradient_sync(index == len(batches) - 1)
+            scored = self._objective(batch)
+            (scored.loss * (batch.sigma.numel() / pairs)).backward()
+            statistics.add(scored)
+            reach("train/micro_batch", rollout_id)
+        return statistics
+
+    def _check_parity(self, statistics: PairStatistics) -> dict[str, float]:
+        metrics = statistics.reduced_gaps(self.device)
+        bound = self._config.algorithm.max_log_prob_gap
+        gap = metrics["train/log_prob_gap_max"]
+        if not gap <= bound:
+            raise ParityError(
+                f"engine and trainer differ by {gap:.3e} about a log-prob before the first update, above "
+                f"algorithm.max_log_prob_gap = {bound:g}: they do not compute the same model. Check the last weight sync, "
+                "the precision of both sides (rollout.dtype, model.dtype) and the flow shift; no weight was changed."
+            )
+        return metrics
+
+    def _step(self, rollout_id: int) -> float:
+        parameters = [parameter for _, parameter in trainable_parameters(self.transformer)]
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self._config.training.optimizer.max_grad_norm))
+        if not bool(torch.isfinite(norm)):
+            raise MilesWanError(
+                f"the gradient norm is {float(norm)} in rollout {rollout_id}: no weight was changed. "
+                "Lower training.optimizer.lr or resume from the last checkpoint."
+            )
+        reach("train/before_step", rollout_id)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def adapter(self) -> dict[str, Tensor]:
+        """The whole adapter on the CPU, on every rank (a collective), in the type the forward computes with."""
+        return {
+            name: full_tensor(parameter.detach()).cpu() for name, parameter in trainable_parameters(self.transformer)
+        }
+
+    def check_ranks_agree(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> str:
+        """Compare the digest of the gathered adapter over all ranks (a collective) and log it.
+
+        Raises:
+            MilesWanError: the ranks hold different adapters.
+        """
+        digest = hashlib.sha256()
+        for name, tensor in tensors.items():
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        own = digest.hexdigest()
+        gathered: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        if len(set(gathered)) != 1:
+            raise MilesWanError(f"the ranks hold different adapters: {gathered}; training is not synchronised")
+        if dist.get_rank() == 0:
+            logger.info("adapter version %d: sha256 %s on all %d ranks", policy_version, own[:16], len(gathered))
+        return own
+
+    def save_checkpoint(self, directory: Path, *, rollout_id: int) -> None:
+        """Write adapters, optimizer, schedule and random state of all ranks into ``directory`` (a collective)."""
+        checkpoint.save(directory, self.transformer, self.optimizer, self.scheduler, rollout_id=rollout_id)
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """Restore what ``save_checkpoint`` wrote (a collective)."""
+        checkpoint.load(directory, self.transformer, self.optimizer, self.scheduler)
+
+    def export(self, directory: Path) -> None:
+        """Write the adapter in diffusers format (a collective; rank 0 writes)."""
+        tensors = self.adapter()
+        if dist.get_rank() == 0:
+            model = self._config.model
+            save_adapter(directory, tensors, rank=model.lora_rank, alpha=model.lora_alpha)
+        dist.barrier()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()

@@ -1,0 +1,157 @@
+"""LoRA adapters of a Wan transformer: injection through peft, names, counts, and the diffusers file format.
+
+Names without a prefix are diffusers names, e.g. ``blocks.0.attn1.to_q.lora_A.weight``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import WanPipeline
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from miles_wan.errors import InputError
+
+ADAPTER = "default"
+WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
+METADATA_KEY = "lora_adapter_metadata"
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What is trained: parameter counts, transformer blocks, adapter tensors and the layers that carry a pair."""
+
+    trainable_parameters: int
+    total_parameters: int
+    blocks: int
+    lora_tensors: int
+    layer_prefixes: int
+
+
+def lora_config(transformer: nn.Module, *, rank: int, alpha: int, targets: Sequence[str]) -> LoraConfig:
+    """The adapter configuration for ``targets`` inside the transformer blocks.
+
+    Raises:
+        InputError: a target that matches no linear layer of a block.
+    """
+    layers = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    unmatched = [t for t in targets if not any(re.fullmatch(_pattern([t]), name) for name in layers)]
+    if unmatched:
+        known = sorted({name.split(".", 2)[2] for name in layers if name.startswith("blocks.")})
+        raise InputError(
+            [
+                f"model.lora_targets: {t!r} matches no linear layer of a block; layers are {', '.join(known)}"
+                for t in unmatched
+            ]
+        )
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=_pattern(targets), init_lora_weights=True)
+
+
+def _pattern(targets: Sequence[str]) -> str:
+    return r"blocks\.\d+\.(?:.*\.)?(?:" + "|".join(re.escape(target) for target in targets) + ")"
+
+
+def inject_lora(transformer: nn.Module, *, rank: int, alpha: int, targets: Sequence[str], seed: int) -> None:
+    """Freeze the transformer and add float32 adapters (A from ``seed``, B zero). Call before sharding: adapters added
+    to a sharded model silently keep their gradients local."""
+    transformer.requires_grad_(False)
+    config = lora_config(transformer, rank=rank, alpha=alpha, targets=targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer.add_adapter(config, adapter_name=ADAPTER)
+    for _, parameter in trainable_parameters(transformer):
+        parameter.data = parameter.data.float()
+
+
+def trainable_parameters(transformer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(diffusers name, parameter) of every adapter tensor, in the model's order."""
+    for name, parameter in transformer.named_parameters():
+        if parameter.requires_grad:
+            yield name.replace(f".{ADAPTER}.weight", ".weight"), parameter
+
+
+def report(transformer: nn.Module) -> ModelReport:
+    """Count parameters and adapters; works on the meta device and on sharded models."""
+    names = [name for name, _ in trainable_parameters(transformer)]
+    return ModelReport(
+        trainable_parameters=sum(p.numel() for _, p in trainable_parameters(transformer)),
+        total_parameters=sum(p.numel() for p in transformer.parameters()),
+        blocks=len(transformer.blocks),
+        lora_tensors=len(names),
+        layer_prefixes=len({layer_prefix(name) for name in names}),
+    )
+
+
+def layer_prefix(name: str) -> str:
+    """``blocks.0.attn1.to_q.lora_A.weight`` -> ``blocks.0.attn1.to_q``."""
+    return name.rsplit(".lora_", 1)[0]
+
+
+def save_adapter(directory: Path, tensors: Mapping[str, Tensor], *, rank: int, alpha: int) -> None:
+    """Write the adapter in diffusers format: ``pipeline.load_lora_weights(directory)`` reads it, alpha included."""
+    metadata = {
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": _suffixes(tensors),
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
+    WanPipeline.save_lora_weights(
+        str(directory),
+        transformer_lora_layers={name: tensor.contiguous().cpu() for name, tensor in tensors.items()},
+        transformer_lora_adapter_metadata=metadata,
+    )
+
+
+def _suffixes(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Layer names inside a block (``attn1.to_q``), as a list that JSON can hold and peft matches by suffix."""
+    return sorted({layer_prefix(name).split(".", 2)[2] for name in tensors})
+
+
+def load_adapter(transformer: nn.Module, path: Path, *, rank: int, alpha: int) -> None:
+    """Copy an adapter file or folder (diffusers format) into the injected, not yet sharded adapters.
+
+    Raises:
+        InputError: file missing or broken, other layers, other rank or alpha.
+    """
+    file = path / WEIGHTS_NAME if path.is_dir() else path
+    if not file.is_file():
+        raise InputError([f"model.init_adapter: {file} does not exist; give a folder with {WEIGHTS_NAME} or the file"])
+    try:
+        stored = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+        with safe_open(file, "pt") as handle:
+            metadata = json.loads((handle.metadata() or {}).get(METADATA_KEY, "{}"))
+    except Exception as error:
+        raise InputError([f"model.init_adapter: {file} is not a readable safetensors file ({error})"]) from error
+    own = dict(trainable_parameters(transformer))
+    faults = [f"model.init_adapter: {file} lacks {name}" for name in own if name not in stored][:5]
+    faults += [
+        f"model.init_adapter: {file} has {name}, which model.lora_targets leaves out"
+        for name in stored
+        if name not in own
+    ][:5]
+    faults += [
+        f"model.init_adapter: {name} is {tuple(stored[name].shape)}, expected {tuple(own[name].shape)}; set model.lora_rank"
+        for name in own
+        if name in stored and stored[name].shape != own[name].shape
+    ][:5]
+    stored_alpha = metadata.get("transformer.lora_alpha", metadata.get("lora_alpha"))
+    if stored_alpha is not None and stored_alpha * rank != alpha * metadata.get(
+        "transformer.r", metadata.get("r", rank)
+    ):
+        faults.append(
+            f"model.init_adapter: {file} was trained with alpha {stored_alpha}, model.lora_alpha is {alpha}; make them equal"
+        )
+    if faults:
+        raise InputError(faults)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(stored[name])
