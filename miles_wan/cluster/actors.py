@@ -77,14 +77,15 @@ class TrainerActor:
     def update(self, steps: Sequence[Sequence[TrainItem]], rollout_id: int) -> dict[str, float]:
         return self._worker.update([_resolved(items) for items in steps], rollout_id=rollout_id)
 
-    def publish(self, policy_version: int, transport: str, sends: bool) -> WeightPush | None:
-        """Gather the adapter (every rank takes part) and, if this rank sends, put it where engines can read it."""
+    def publish(self, policy_version: int, transport: str, consumers: int) -> WeightPush | None:
+        """Gather the adapter (every rank takes part) and put it where ``consumers`` engine workers can read it; a rank
+        with 0 consumers sends nothing."""
         from miles_wan.rollout.sglang.payload import serialize_update
         from miles_wan.weight_sync.update import make_update
 
         tensors = self._worker.adapter()
         self._worker.check_ranks_agree(tensors, policy_version=policy_version)
-        if not sends:
+        if consumers == 0:
             return None
         model = self._config.model
         update = make_update(
@@ -95,8 +96,17 @@ class TrainerActor:
             policy_version=policy_version,
         )
         device = self._worker.device if transport == "cuda_ipc" else "cpu"
-        self._published = serialize_update(update, device)
-        return self._published.push
+        payload = self._published = serialize_update(update, device, consumers=consumers)
+        return WeightPush(
+            target_module=payload.target_module,
+            payloads=payload.texts,
+            device_uuids=None if payload.device_uuid is None else [payload.device_uuid] * consumers,
+            digests=payload.digests,
+            alpha=payload.alpha,
+            rank=payload.rank,
+            nbytes=payload.nbytes,
+            policy_version=payload.policy_version,
+        )
 
     def release(self) -> None:
         """The engines have read the last publication: free it."""
@@ -121,7 +131,7 @@ class RewardActor:
     def __init__(self, config: Config, *, index: int) -> None:
         configure_logging(f"reward-{index}")
         _limit_threads(config.reward.num_workers)
-        from miles_wan.rewards import RewardModel
+        from miles_wan.rewards.composite import RewardModel
 
         self._model = RewardModel(config.reward, "cuda:0" if config.cluster.device == "cuda" else "cpu")
 

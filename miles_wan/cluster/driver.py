@@ -172,7 +172,12 @@ def run(config: Config) -> None:
                 rollouts=EnginePool(actors.engines, concurrency=config.rollout.concurrency),
                 scorer=RewardPool(actors.rewards, batch_size=config.reward.batch_size, fps=config.rollout.fps),
                 trainer=trainer,
-                weights=WeightSync(actors.trainers, actors.engines, transport=actors.transport),
+                weights=WeightSync(
+                    actors.trainers,
+                    actors.engines,
+                    workers_per_engine=config.rollout.tp_size * config.rollout.sp_size,
+                    transport=actors.transport,
+                ),
                 track=track,
                 keep=keep,
             )

@@ -1,5 +1,5 @@
-"""The launcher: command line in, exit code out. It starts a local Ray, submits the driver as a Ray job, shows its log and
-ends everything at the end, on Ctrl-C and on SIGTERM. It may not know what the driver does.
+"""The launcher: command line in, exit code out. It checks the input, starts a local Ray, runs the driver on it as a job
+and ends everything at the end, on Ctrl-C and on SIGTERM. It may not know what the driver does.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 128 + n ended by signal n.
 """
@@ -9,76 +9,136 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import shlex
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Annotated, Any, Literal
 
 import psutil
+import tyro
+from rich.console import Console
 
-from miles_wan.cluster.local_ray import LocalRay, StartInterruptedError
+from miles_wan.cluster.job import Job
+from miles_wan.cluster.local_ray import LocalRay, StartInterruptedError, check_environment
 from miles_wan.config import Config
-from miles_wan.configuration import dump_config
+from miles_wan.configuration import dump_config, load_config, recipe_path
 from miles_wan.errors import InputError, MilesWanError
-
-if TYPE_CHECKING:
-    from ray.job_submission import JobDetails, JobSubmissionClient
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.2
-STATUS_SECONDS = 1.0
-STOP_JOB_SECONDS = 20.0
-UNREACHABLE_SECONDS = 60.0
 PREVIOUS_RUN_SECONDS = 60.0
 
 
-class StopSignals:
-    """Notes SIGINT, SIGTERM and SIGHUP instead of raising, so that no clean-up is cut in two.
+def _flag(metavar: str) -> Any:
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
-    ``received`` is the first signal or None. From the second one on, ``force`` of the given Ray is called.
+
+@dataclass(frozen=True)
+class Flags:
+    """Train a Wan2.2 TI2V model with Flow-GRPO on this machine: SGLang rollouts, FSDP2 LoRA training, Ray.
+
+    A run starts from a recipe; the flags below change what differs from run to run. Every other field of the
+    configuration (docs/configuration.md) has a dotted flag of its own: --algorithm.clip-range 1e-3
+    --training.optimizer.lr=2e-4 --rollout.window-range "[0, 4]".
     """
 
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self.ray: LocalRay | None = None
-        self.forced = False
-        self._previous: dict[int, Any] = {}
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "wan22_ti2v_5b"
+    """A recipe in configs/ (wan22_ti2v_5b, tiny_ti2v) or a YAML file of your own."""
+    model: Annotated[str | None, _flag("DIR|HUB_ID")] = None
+    """Wan2.2 checkpoint in diffusers format: a folder with model_index.json, or a hub id."""
+    data_jsonl: Annotated[str | None, _flag("FILE")] = None
+    """Training records, one JSON object a line: {"input": prompt, "metadata": {"image_path": file}}."""
+    num_gpus: Annotated[int | None, _flag("N")] = None
+    """Devices. On a CPU these are worker slots."""
+    cuda_visible_devices: Annotated[str | None, _flag("LIST")] = None
+    """Which GPUs, for example 0,1,2,3."""
+    device: Annotated[Literal["cpu", "cuda"] | None, _flag("cpu|cuda")] = None
+    """Device of engines, trainers and rewards."""
+    eval_data_jsonl: Annotated[str | None, _flag("FILE")] = None
+    """Validation records."""
+    eval_interval: Annotated[int | None, _flag("N")] = None
+    """Validate before training, every N rollouts and at the end; 0 never."""
+    reward_model: Annotated[str | None, _flag("DIR|HUB_ID")] = None
+    """Model and processor of the pickscore reward."""
+    init_adapter: Annotated[str | None, _flag("DIR")] = None
+    """Start from this LoRA adapter (diffusers format) instead of zero."""
+    output_dir: Annotated[str | None, _flag("DIR")] = None
+    """Metrics, videos, checkpoints and the final adapter go here."""
+    resume: Annotated[Literal["latest"] | None, _flag("latest")] = None
+    """Continue the run in the output folder from its newest complete checkpoint."""
 
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # started with nohup
-                self._previous[number] = signal.signal(number, self._note)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+# Flags whose place in the configuration has another name.
+_PLACES = {
+    "model": "model.path",
+    "data_jsonl": "data.train",
+    "num_gpus": "cluster.num_gpus",
+    "cuda_visible_devices": "cluster.cuda_visible_devices",
+    "device": "cluster.device",
+    "eval_data_jsonl": "data.eval",
+    "eval_interval": "eval.interval",
+    "init_adapter": "model.init_adapter",
+}
 
-    def __bool__(self) -> bool:
-        return self.received is not None
 
-    @property
-    def exit_code(self) -> int:
-        """What a shell reports for a program that this signal ended."""
-        return 128 + (self.received or signal.SIGTERM)
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line of ``scripts/run_diffusion_grpo_wan22_ti2v.py``.
 
-    def _note(self, number: int, _: FrameType | None) -> None:
-        if self.received is None:
-            self.received = number
-            return
-        self.forced = True
-        if self.ray is not None:
-            self.ray.force()
+    Returns:
+        The exit code. All faults of the input are printed together, before anything is started.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        config = _read(sys.argv[1:] if argv is None else argv)
+        _check(config)
+        return launch(config)
+    except InputError as error:
+        _print_faults(error.faults)
+        return 2
+    except MilesWanError as error:
+        logger.error("%s", error)
+        return 1
+    except SystemExit as end:  # tyro has printed its help (0) or what is wrong with a flag (2)
+        return end.code if isinstance(end.code, int) else 2
+
+
+def _read(argv: Sequence[str]) -> Config:
+    flags, rest = tyro.cli(Flags, args=argv, return_unknown_args=True)
+    return load_config(recipe_path(flags.recipe), _overrides(flags), rest)
+
+
+def _overrides(flags: Flags) -> Mapping[str, Any]:
+    given = {name: value for name, value in vars(flags).items() if value is not None and name != "recipe"}
+    return {_PLACES.get(name, name): value for name, value in given.items()}
+
+
+def _check(config: Config) -> None:
+    from miles_wan import doctor  # slow to import, and not needed for --help
+
+    faults = check_environment()
+    try:
+        doctor.check(config)
+    except InputError as error:
+        faults += error.faults
+    if faults:
+        raise InputError(faults)
+
+
+def _print_faults(faults: Sequence[str]) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(
+        f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the input; nothing was started:", style="bold red"
+    )
+    for fault in faults:
+        console.print(f"  - {fault}", markup=False)
 
 
 def launch(config: Config, *, entrypoint: list[str] | None = None) -> int:
@@ -100,33 +160,96 @@ def launch(config: Config, *, entrypoint: list[str] | None = None) -> int:
     logs = output_dir / "logs"
     with output_lock(output_dir) as lock, StopSignals() as signals:
         logs.mkdir(exist_ok=True)
-        if entrypoint is None:
-            config_path = output_dir.resolve() / "config.yaml"
-            dump_config(config, config_path)
-            entrypoint = [sys.executable, "-m", "miles_wan.cli", "train", "--config", str(config_path)]
         ray = LocalRay(
             config.cluster.num_gpus,
             config.cluster.device,
             cuda_visible_devices=config.cluster.cuda_visible_devices,
             log_path=logs / "ray.log",
-            interrupted=lambda: bool(signals),
+            interrupted=lambda: signals.received is not None,
             keep_open=[lock],
         )
         signals.ray = ray
         try:
-            with ray, (logs / "driver.log").open("ab") as copy:
-                code = _run_job(ray, entrypoint, signals=signals, copy=copy)
-                if code not in (0, 2) and not signals:
-                    _keep_ray_logs(ray, logs / "ray")
+            with ray:
+                return _run_driver(ray, entrypoint or _driver(config), signals=signals, logs=logs)
         except StartInterruptedError:
-            logger.info("stopped before the driver was started")
-        return signals.exit_code if signals else code
+            return signals.exit_code
+
+
+def _driver(config: Config) -> list[str]:
+    path = Path(config.output_dir).resolve() / "config.yaml"
+    dump_config(config, path)
+    return [sys.executable, "-m", "miles_wan.cli", "train", "--config", str(path)]
+
+
+def _run_driver(ray: LocalRay, command: list[str], *, signals: StopSignals, logs: Path) -> int:
+    with (logs / "driver.log").open("ab") as copy:
+        job = Job(ray, command, copy=copy)
+        try:
+            code = job.run(stopping=lambda: signals.received is not None, forced=lambda: signals.forced)
+        except MilesWanError:
+            _keep_ray_logs(ray, logs / "ray")
+            raise
+    if code is None:
+        return signals.exit_code
+    if code not in (0, 2):
+        _keep_ray_logs(ray, logs / "ray")
+    return code
+
+
+def _keep_ray_logs(ray: LocalRay, target: Path) -> None:
+    """After a failure, what the actors wrote is worth reading; the folder of Ray itself goes."""
+    ignored = shutil.ignore_patterns("dashboard*", "event*", "metrics*", "nsight", "profiles", "rocprof*", "*client*")
+    try:
+        shutil.copytree(ray.session_logs, target, dirs_exist_ok=True, ignore=ignored)
+    except OSError as error:
+        logger.debug("some of Ray's logs were not copied: %s", error)
+    logger.info("Ray's logs are in %s", target)
+
+
+class StopSignals:
+    """Notes SIGINT, SIGTERM and SIGHUP instead of raising, so that no clean-up is cut in two.
+
+    ``received`` is the first of them or None; from the second one on ``forced`` is true and ``ray`` is told to hurry.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.forced = False
+        self.ray: LocalRay | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # started with nohup
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell reports for a program that this signal ended."""
+        return 128 + (self.received or signal.SIGTERM)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
+            os.write(sys.stderr.fileno(), b"\nstopping the run; once more ends it at once\n")
+            return
+        self.forced = True
+        if self.ray is not None:
+            self.ray.force()
 
 
 @contextmanager
 def output_lock(output_dir: Path) -> Iterator[int]:
-    """Hold the output folder for one run. The lock is shared with the lifeline, so that it stays taken until the last
-    process of a killed run has ended; a successor waits for that.
+    """Hold the output folder for one run. The lifeline shares the lock, so that it stays taken until the last process
+    of a killed run has ended; its successor waits for that.
 
     Yields:
         The file descriptor of the lock.
@@ -134,10 +257,9 @@ def output_lock(output_dir: Path) -> Iterator[int]:
     Raises:
         InputError: a live run holds it, or the folder cannot be written.
     """
-    path = output_dir / ".lock"
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(output_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise InputError([f"--output-dir {output_dir}: cannot be written ({error.strerror})"]) from None
     try:
@@ -150,136 +272,26 @@ def output_lock(output_dir: Path) -> Iterator[int]:
 
 
 def _take(descriptor: int, output_dir: Path) -> None:
-    deadline = time.monotonic() + PREVIOUS_RUN_SECONDS
+    started = time.monotonic()
     announced = False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            logger.warning("%s cannot be locked (%s): start no second run in it", output_dir, error.strerror)
-            return
+    while not _lock(descriptor, output_dir):
         holder = os.pread(descriptor, 20, 0).decode().strip()
         if holder.isdigit() and psutil.pid_exists(int(holder)):
             remedy = "wait for it, end it, or give another --output-dir"
-            raise InputError([f"--output-dir {output_dir} is in use by a run with process id {holder}: {remedy}"])
-        if time.monotonic() > deadline:
-            raise InputError([f"--output-dir {output_dir}: a previous run (process id {holder}) has not ended yet"])
+            raise InputError([f"--output-dir {output_dir} is in use by the run with process id {holder}: {remedy}"])
+        if time.monotonic() - started > PREVIOUS_RUN_SECONDS:
+            raise InputError([f"--output-dir {output_dir}: the previous run (process id {holder}) has not ended yet"])
         if not announced:
-            logger.info("waiting for what a previous run (process id %s) left behind to end", holder)
+            logger.info("waiting for what the previous run (process id %s) left behind to end", holder)
             announced = True
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.2)
 
 
-def _run_job(ray: LocalRay, entrypoint: Sequence[str], *, signals: StopSignals, copy: BinaryIO) -> int:
-    """Submit the driver, show its log, return its exit code. A signal stops the job."""
-    client = ray.client()
-    job_id = client.submit_job(entrypoint=_shell_line(entrypoint))
-    log = _LogFollower(ray.job_log(job_id), copy)
-    stop_deadline = unreachable_since = None
-    while not signals.forced:
-        if signals and stop_deadline is None:
-            logger.info("stopping the run; once more ends it at once")
-            stop_deadline = time.monotonic() + STOP_JOB_SECONDS
-            _ask_to_stop(client, job_id)
-        details = _job_details(client, job_id)
-        log.pump()
-        if details is not None and details.status.is_terminal():
-            log.pump()
-            return signals.exit_code if signals else _exit_code(details)
-        ray.ensure_alive()
-        now = time.monotonic()
-        unreachable_since = None if details is not None else (unreachable_since or now)
-        if unreachable_since is not None and now - unreachable_since > UNREACHABLE_SECONDS:
-            raise MilesWanError(f"Ray's job API has not answered for {UNREACHABLE_SECONDS:.0f} s")
-        if stop_deadline is not None and now > stop_deadline:
-            break
-        _show_log(log, signals, seconds=STATUS_SECONDS, stopping=stop_deadline is not None)
-    return signals.exit_code
-
-
-def _show_log(log: _LogFollower, signals: StopSignals, *, seconds: float, stopping: bool) -> None:
-    """Follow the log until the job's status is due again, or a signal has come in."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not signals.forced and (stopping or not signals):
-        time.sleep(POLL_SECONDS)
-        log.pump()
-
-
-class _LogFollower:
-    """Copies what a growing file gets to the terminal and to another file, byte for byte."""
-
-    def __init__(self, source: Path, copy: BinaryIO) -> None:
-        self._source = source
-        self._copy = copy
-        self._position = 0
-        self._shown = True
-
-    def pump(self) -> None:
-        """Copy what is new."""
-        if not self._source.exists():
-            return
-        with self._source.open("rb") as source:
-            source.seek(self._position)
-            fresh = source.read()
-            self._position = source.tell()
-        if not fresh:
-            return
-        self._copy.write(fresh)
-        self._copy.flush()
-        if self._shown:
-            self._show(fresh)
-
-    def _show(self, fresh: bytes) -> None:
-        try:
-            sys.stdout.buffer.write(fresh)
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            self._shown = False  # nobody reads any more; the run goes on
-            logger.warning("standard output is closed; the log goes on in %s", self._copy.name)
-
-
-def _shell_line(entrypoint: Sequence[str]) -> str:
-    """The job's command. ``exec``: the shell in between would hide by what signal the driver ended."""
-    variables = {}
-    if sys.stdout.isatty():
-        size = shutil.get_terminal_size()
-        variables = {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}
-        variables |= {"COLUMNS": str(size.columns), "LINES": str(size.lines)}
-    assignments = [f"{name}={value}" for name, value in variables.items()]
-    return f"exec {shlex.join(['env', *assignments, *entrypoint])}"
-
-
-def _job_details(client: JobSubmissionClient, job_id: str) -> JobDetails | None:
-    """The job's state, or None when the job API does not answer right now."""
+def _lock(descriptor: int, output_dir: Path) -> bool:
     try:
-        return client.get_job_info(job_id)
-    except (RuntimeError, OSError) as error:  # requests' exceptions are OSErrors
-        logger.debug("job API: %s", error)
-        return None
-
-
-def _ask_to_stop(client: JobSubmissionClient, job_id: str) -> None:
-    try:
-        client.stop_job(job_id)
-    except (RuntimeError, OSError) as error:
-        logger.warning("the job could not be asked to stop (%s); it is ended with Ray", error)
-
-
-def _exit_code(details: JobDetails) -> int:
-    code = details.driver_exit_code
-    if code is None:
-        logger.error("the driver ended without an exit code (%s): %s", details.status.value, details.message)
-        return 1
-    if code < 0:
-        logger.error("the driver was ended by signal %d; continue the run with --resume latest", -code)
-        return 128 - code
-    return int(code)
-
-
-def _keep_ray_logs(ray: LocalRay, target: Path) -> None:
-    """After a failure, the logs of all actors are worth reading."""
-    shutil.copytree(ray.session_logs, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-    logger.info("Ray's logs are in %s", target)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network file systems
+        logger.warning("%s cannot be locked (%s): do not start a second run in it", output_dir, error.strerror)
+    return True

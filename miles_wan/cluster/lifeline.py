@@ -1,6 +1,6 @@
 """Starts one command and ends everything it ever started. In: a marker, a folder, a command and a pipe on stdin.
-Out: when the pipe closes (its holder ended or was killed), asks for it, or the command ends: no process that bears the
-marker, no folder, no shared memory of theirs. It knows nothing of Ray and stays light: it lives as long as the run.
+Out: when the pipe closes (its holder ended or was killed) or says so, no process that bears the marker, no folder, no
+shared memory of theirs. It knows nothing of Ray and stays light: it lives as long as the run.
 """
 
 from __future__ import annotations
@@ -38,18 +38,11 @@ def members(run_id: str) -> list[psutil.Process]:
 
     Parenthood alone would miss daemons, and process groups those that made their own; the environment stays.
     """
-    needle = f"{MARKER}={run_id}".encode()
-    found: dict[int, psutil.Process] = {}
-    for pid in psutil.pids():
-        try:
-            if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                process = psutil.Process(pid)
-                found[pid] = process
-                found.update({child.pid: child for child in process.children(recursive=True)})
-        except (OSError, psutil.Error):
-            continue  # it ended meanwhile, or is another user's
-    found.pop(os.getpid(), None)
-    return [process for process in found.values() if _alive(process)]
+    processes = {process.pid: process for process in psutil.process_iter(["ppid"])}
+    found = {pid for pid in processes if _has_marker(pid, run_id)}
+    while grown := {pid for pid, process in processes.items() if process.info["ppid"] in found} - found:
+        found |= grown
+    return [processes[pid] for pid in found if pid != os.getpid() and _alive(processes[pid])]
 
 
 def end_members(run_id: str, *, grace: float = GRACE_SECONDS, hurry: Callable[[], bool] = lambda: False) -> set[int]:
@@ -110,6 +103,13 @@ def _kill(find: Finder) -> None:
         time.sleep(0.1)
 
 
+def _has_marker(pid: int, run_id: str) -> bool:
+    try:
+        return f"{MARKER}={run_id}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False  # it ended meanwhile, or is another user's
+
+
 def _alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
@@ -157,22 +157,23 @@ def supervise(run_id: str, folder: Path, command: list[str]) -> int:
     """Run ``command`` until the pipe on stdin says stop, closes, or the command ends; then end the whole run.
 
     Returns:
-        0 when it was told to stop, 1 when the command ended by itself.
+        0 when it was told to stop, 1 when the command ended by itself (the folder is then left: it holds the reason).
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
     pipe = _Pipe(sys.stdin.fileno())
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)
     ready, _, _ = select.select([pipe.fd, os.pidfd_open(child.pid)], [], [])
-    by_itself = pipe.fd not in ready
-    logger.info("%s; ending run %s", "the command ended by itself" if by_itself else "told to stop", run_id)
-    if not by_itself:
+    told = pipe.fd in ready
+    logger.info("%s; ending run %s", "told to stop" if told else "the command ended by itself", run_id)
+    if told:
         pipe.read()
     pids = end_members(run_id, hurry=pipe.forced)
     child.poll()
-    remove_leftovers(run_id, folder, pids={*pids, child.pid})
+    if told:
+        remove_leftovers(run_id, folder, pids={*pids, child.pid})
     logger.info("ended %d processes of run %s", len(pids), run_id)
-    return 1 if by_itself else 0
+    return 0 if told else 1
 
 
 def main() -> int:

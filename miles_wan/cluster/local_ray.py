@@ -182,7 +182,7 @@ class LocalRay:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             logger.error("the end of run %s takes long; it goes on in the background", self.run_id)
-        if self._process.returncode not in (None, 0, 1):  # the lifeline itself was killed: do its work here
+        if self._process.returncode:  # Ray ended by itself, or the lifeline was killed: the rest is done here
             lifeline.remove_leftovers(self.run_id, self.folder, pids=lifeline.end_members(self.run_id))
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -252,9 +252,7 @@ class LocalRay:
     def _environment(self, token_path: Path) -> dict[str, str]:
         environment = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
         # Compiled kernels are kept from run to run, unlike the rest of the temporary folder.
-        environment.setdefault(
-            "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "miles_wan" / "torchinductor")
-        )
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "miles_wan" / "torchinductor"))
         environment |= _QUIET
         environment |= _loopback_without_proxy(environment)
         environment |= {lifeline.MARKER: self.run_id, "TMPDIR": str(self.folder), "RAY_TMPDIR": str(self.folder)}
@@ -267,17 +265,18 @@ class LocalRay:
 
     def _wait_until_ready(self, deadline: float) -> None:
         headers = {"Authorization": f"Bearer {self._token}"}
-        while time.monotonic() < deadline:
-            if self._interrupted():
-                raise StartInterruptedError("stopped while Ray was starting")
-            assert self._process is not None
-            if self._process.poll() is not None:
-                tail = self.log_tail()
-                kind = _PortTakenError if "already occupied" in tail or "in use" in tail else MilesWanError
-                raise kind(f"Ray did not start; the end of {self.log_path}:\n{tail}")
-            if _answers(f"{self.dashboard_url}/api/jobs/", headers):
-                return
-            time.sleep(0.1)
+        with httpx.Client(base_url=self.dashboard_url, headers=headers, timeout=5.0, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                if self._interrupted():
+                    raise StartInterruptedError("stopped while Ray was starting")
+                assert self._process is not None
+                if self._process.poll() is not None:
+                    tail = self.log_tail()
+                    kind = _PortTakenError if "already occupied" in tail or "in use" in tail else MilesWanError
+                    raise kind(f"Ray did not start; the end of {self.log_path}:\n{tail}")
+                if _serves_jobs(client):
+                    return
+                time.sleep(0.2)
         raise MilesWanError(
             f"Ray did not start within {self.start_timeout:.0f} s; the end of {self.log_path}:\n{self.log_tail()}"
         )
@@ -294,9 +293,9 @@ def _loopback_without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     return {"NO_PROXY": hosts, "no_proxy": hosts}
 
 
-def _answers(url: str, headers: dict[str, str]) -> bool:
+def _serves_jobs(client: httpx.Client) -> bool:
     try:
-        return httpx.get(url, headers=headers, timeout=5.0, trust_env=False).status_code == 200
+        return client.get("/api/jobs/").status_code == 200
     except httpx.HTTPError:
         return False
 

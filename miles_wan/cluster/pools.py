@@ -161,11 +161,18 @@ class TrainerGroup:
 
 
 class WeightSync:
-    """Moves the adapter from the training ranks into every engine and proves that it arrived."""
+    """Moves the adapter from the training ranks into every engine and proves that it arrived.
 
-    def __init__(self, ranks: Sequence[Any], engines: Sequence[Any], *, transport: str) -> None:
+    Args:
+        workers_per_engine: processes of one engine; each opens a handle of its own.
+    """
+
+    def __init__(
+        self, ranks: Sequence[Any], engines: Sequence[Any], *, workers_per_engine: int, transport: str
+    ) -> None:
         self._ranks = ranks
         self._engines = engines
+        self._workers = workers_per_engine
         self._transport = transport
 
     def push(self, policy_version: int) -> dict[str, float]:
@@ -175,33 +182,46 @@ class WeightSync:
             WeightSyncError: an engine does not provably hold what was sent.
         """
         started = time.monotonic()
-        sending = len(self._ranks) if self._transport == "cuda_ipc" else 1
         calls = [
-            rank.publish.remote(policy_version, self._transport, index < sending)
-            for index, rank in enumerate(self._ranks)
+            rank.publish.remote(policy_version, self._transport, consumers)
+            for rank, consumers in zip(self._ranks, self._consumers(), strict=True)
         ]
         published: list[WeightPush] = [push for push in gather(calls) if push is not None]
-        push = replace(
-            published[0],
-            payloads=[payload for part in published for payload in part.payloads],
-            device_uuids=None
-            if self._transport != "cuda_ipc"
-            else [uuid for part in published for uuid in part.device_uuids or ()],
+        pushes = [self._for_engine(index, published) for index in range(len(self._engines))]
+        reports = gather(
+            [engine.apply_weights.remote(push) for engine, push in zip(self._engines, pushes, strict=True)]
         )
-        reports = gather([engine.apply_weights.remote(push) for engine in self._engines])
-        prefixes = len({name.rsplit(".lora_", 1)[0] for name in push.digests})
-        verify_reports(reports, tensors=len(push.digests), layer_prefixes=prefixes, policy_version=policy_version)
-        gather([rank.release.remote() for rank in self._ranks[:sending]])
+        sent = published[0]
+        prefixes = len({name.rsplit(".lora_", 1)[0] for name in sent.digests})
+        verify_reports(reports, tensors=len(sent.digests), layer_prefixes=prefixes, policy_version=policy_version)
+        gather([rank.release.remote() for rank in self._ranks])
         seconds = time.monotonic() - started
         logger.info(
             "weight sync: version %d, %d tensors, %d prefixes, 0 unmapped, %d bytes, %.2f s, %s to %d engines, verified",
-            policy_version, len(push.digests), prefixes, push.nbytes, seconds, self._transport, len(reports),
+            policy_version, len(sent.digests), prefixes, sent.nbytes, seconds, self._transport, len(reports),
         )  # fmt: skip
         return {
             "sync/seconds": seconds,
-            "sync/bytes": push.nbytes,
-            "sync/tensors": len(push.digests),
+            "sync/bytes": sent.nbytes,
+            "sync/tensors": len(sent.digests),
             "sync/prefixes": prefixes,
             "sync/unmapped": sum(report.unmapped for report in reports),
             "sync/policy_version": policy_version,
         }
+
+    def _consumers(self) -> list[int]:
+        """Handles that each rank makes: over CUDA IPC one for the engine worker on its device, else rank 0 makes all."""
+        if self._transport == "cuda_ipc":
+            return [1] * len(self._ranks)
+        return [len(self._engines) * self._workers, *[0] * (len(self._ranks) - 1)]
+
+    def _for_engine(self, index: int, published: Sequence[WeightPush]) -> WeightPush:
+        """The push with the handles that engine ``index`` may open."""
+        if self._transport == "cuda_ipc":
+            return replace(
+                published[0],
+                payloads=[payload for push in published for payload in push.payloads],
+                device_uuids=[uuid for push in published for uuid in push.device_uuids or ()],
+            )
+        own = slice(index * self._workers, (index + 1) * self._workers)
+        return replace(published[0], payloads=published[0].payloads[own])

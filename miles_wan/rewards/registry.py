@@ -7,13 +7,14 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from miles_wan.config import RewardFunction
 from miles_wan.errors import InputError
 from miles_wan.records import RewardInput
+
+if TYPE_CHECKING:
+    import torch
 
 RewardCallable = Callable[[Sequence[RewardInput]], Sequence[float]]
 """Scores a batch: one finite number per video, higher is better."""

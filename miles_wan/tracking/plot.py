@@ -45,6 +45,7 @@ def plot_reward_curve(metrics_jsonl: str | Path, out_png: str | Path, *, title: 
     axes = figure.add_subplot()
     _draw_training(axes, training)
     _draw_validation(axes, validation)
+    _focus(axes, training, validation)
     _label(axes, title)
     target = Path(out_png)
     with replacing(target) as temporary:
@@ -108,6 +109,15 @@ def _draw_validation(axes: Axes, curve: Curve) -> None:
         zorder=3,
         label="validation: mean with 95 % interval",
     )
+
+
+def _focus(axes: Axes, training: Curve, validation: Curve) -> None:
+    """Give the means and intervals at least a third of the height: a wide band is cut rather than flattening the curve."""
+    low = min([*training.values, *(validation.values - validation.spread)])
+    high = max([*training.values, *(validation.values + validation.spread)])
+    bottom, top = axes.get_ylim()
+    if high > low:
+        axes.set_ylim(max(bottom, low - (high - low)), min(top, high + (high - low)))
 
 
 def _label(axes: Axes, title: str) -> None:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.text import Text
 
 from miles_wan.tracking.writing import replacing
 
@@ -43,24 +45,25 @@ class ProgressState:
 
 
 class LiveBars:
-    """Two live bars on a terminal: the run, and the phase at work."""
+    """On a terminal: a bar for the run, a bar for the phase at work, and the numbers of the last rollout below."""
 
     def __init__(self, console: Console) -> None:
         columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
+            SpinnerColumn(finished_text=" "),
         )
         self._progress = Progress(*columns, console=console)
         self._run: TaskID = self._progress.add_task("rollouts", total=None, note="")
-        self._phase: TaskID = self._progress.add_task("", total=None, note="")
-        self._progress.start()
+        self._phase: TaskID = self._progress.add_task("", total=None, note="", visible=False)
+        self._headline = Text(no_wrap=True, overflow="ellipsis")
+        self._live = Live(Group(self._progress, self._headline), console=console, refresh_per_second=4)
+        self._live.start()
 
     def show(self, state: ProgressState) -> None:
-        note = " ".join(part for part in (_eta(state.eta_seconds), state.headline) if part)
-        self._progress.update(self._run, completed=state.step, total=state.total, note=note)
+        self._progress.update(self._run, completed=state.step, total=state.total, note=_eta(state.eta_seconds))
         self._progress.update(
             self._phase,
             description=state.phase,
@@ -69,9 +72,10 @@ class LiveBars:
             note=state.unit,
             visible=bool(state.phase),
         )
+        self._headline.plain = state.headline
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
 
 
 class ProgressReporter:

@@ -107,7 +107,12 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except TrackingError:
+            if error is None:
+                raise
+            logger.exception("Closing the tracker failed after an error of the run")
 
     def _clean(self, step: int, metrics: Mapping[str, object]) -> dict[str, int | float | None]:
         values: dict[str, int | float | None] = {}

@@ -66,3 +66,13 @@ def test_the_running_mean_looks_back_only() -> None:
     values = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
     expected = [np.mean(values[max(0, end - 3) : end]) for end in range(1, 6)]
     np.testing.assert_allclose(_running_mean(values, 3), expected)
+
+
+def test_a_wide_spread_over_videos_does_not_flatten_the_curve(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for step in range(10):
+        sink.write(step, {"rollout/reward_mean": 0.01 * step, "rollout/reward_std": 50.0})
+    picture = Image.open(plot_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "reward.png")).convert("RGB")
+    drawn = np.abs(np.asarray(picture).astype(int) - np.array(TRAINING)).max(-1) < 3
+    right_half = np.nonzero(drawn[:, 200:].any(1))[0]  # away from the legend
+    assert np.ptp(right_half) > picture.height / 4

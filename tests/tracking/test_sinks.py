@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -147,8 +148,8 @@ def test_a_line_the_disk_took_in_part_is_taken_back(tmp_path: Path) -> None:
     assert steps_of(path) == [1, 2]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_on_a_full_disk_is_the_same_message(tmp_path: Path) -> None:
+def test_tensorboard_on_a_full_disk_is_the_same_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # TensorBoard's own thread would print it too
     sink = TensorBoardSink(tmp_path / "tb")
     sink.write(1, {"train/loss": 1.0})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

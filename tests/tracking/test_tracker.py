@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import resource
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from miles_wan.errors import ParityError
 from miles_wan.tracking.names import is_timing
 from miles_wan.tracking.sinks import read_metrics
 from miles_wan.tracking.tracker import Tracker
@@ -122,3 +125,32 @@ def test_an_output_folder_that_cannot_be_written_is_one_message(tmp_path: Path) 
     (tmp_path / "run").write_text("a file")
     with pytest.raises(TrackingError, match=r"Cannot write .*metrics\.jsonl"):
         Tracker(tmp_path / "run", total_rollouts=1)
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_the_first_message_and_keeps_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # TensorBoard's own thread would print it too
+    tracker = Tracker(tmp_path, total_rollouts=3)
+    rollout(tracker, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        with pytest.raises(TrackingError, match=r"Cannot write .*metrics\.jsonl: File too large"), tracker:
+            rollout(tracker, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [1]
+
+
+def test_the_error_of_the_run_is_not_hidden_by_one_at_closing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker(tmp_path, total_rollouts=3)
+
+    def refuse() -> None:
+        raise TrackingError("disk full")
+
+    monkeypatch.setattr(tracker, "close", refuse)
+    with pytest.raises(ParityError), tracker:
+        raise ParityError("engine and trainer disagree")
+    with pytest.raises(TrackingError, match="disk full"), tracker:
+        pass

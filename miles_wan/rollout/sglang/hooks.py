@@ -71,6 +71,20 @@ def mask_given_frame(controller: Any, log_prob_sum: Any, log_prob_count: Any) ->
     return (controller, total.to(log_prob_sum.dtype), count), {}
 
 
+def noise_of_the_generator(original: Callable[..., Any], controller: Any, batch: Any, model_output: Any) -> Any:
+    """Around ``_rollout_variance_noise``: draw where the generator lives, then move. On a GPU a CPU generator, the only
+    kind that gives the same noise everywhere, would be refused."""
+    import torch
+
+    generators = controller.generator
+    first = generators if isinstance(generators, torch.Generator) else generators[0]
+    if first.device.type == model_output.device.type:
+        return original(controller, batch, model_output)
+    drawn = original(controller, batch, torch.empty_like(model_output, device=first.device))
+    controller.noise_buffer = controller.noise_buffer.to(model_output.device)  # the log-prob reads it
+    return drawn.to(model_output.device)
+
+
 def float32_transition(_scheduler: Any, *args: Any, **kwargs: Any) -> Args | None:
     """Before the Euler ``step``: a rollout's next state is returned in the dtype of the model output, so raise that."""
     if kwargs.get("transition") is None:

@@ -96,6 +96,19 @@ HOOKS: tuple[Hook, ...] = (
         marker="log_prob_no_const_val = -((full_variance_noise * noise_std_dev) ** 2)",
     ),
     Hook(
+        name="generator_noise",
+        fault="on a GPU the noise of a step cannot be drawn from a CPU generator, so it would depend on the device",
+        patches=(
+            Patch(
+                f"{_ROOT}.post_training.flow_rollout_controller.FlowRolloutController._rollout_variance_noise",
+                "around",
+                hooks.noise_of_the_generator,
+            ),
+        ),
+        file=f"{_RUNTIME}/post_training/flow_rollout_controller.py",
+        marker="out=buffer[i : i + 1],",
+    ),
+    Hook(
         name="float32_transition",
         fault="the next state of a rollout is rounded to the model's dtype: its log-prob is off by 5e-3 at a late step",
         patches=(

@@ -1,0 +1,76 @@
+"""Reference numbers of independent public implementations and of the engine itself, as tensors and records."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from miles_wan.records import Conditioning, TrainItem, Trajectory
+
+GOLDEN = Path(__file__).parent / "golden"
+TEXT_LENGTH = 512
+
+
+def cases(family: str) -> list[Any]:
+    """The cases of one JSON file."""
+    return json.loads((GOLDEN / f"{family}.json").read_text())["cases"]
+
+
+def tensor(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+@lru_cache
+def ti2v_rollout() -> dict[str, Tensor]:
+    """A real rollout of the engine from the tiny transformer: 6 steps, flow_sde with eta 0.7, guidance 3, with an image."""
+    return load_file(GOLDEN / "rollout_ti2v.safetensors")
+
+
+def padded_embeds(name: str) -> Tensor:
+    """Prompt embeddings [512, D] of the rollout, zero beyond the valid tokens, as the engine hands them to the model."""
+    valid = ti2v_rollout()[f"{name}.valid"]
+    return torch.cat([valid, valid.new_zeros(TEXT_LENGTH - len(valid), valid.shape[1])])
+
+
+def ti2v_conditioning() -> Conditioning:
+    return Conditioning(
+        prompt_embeds=padded_embeds("prompt_embeds").numpy(),
+        negative_prompt_embeds=padded_embeds("negative_prompt_embeds").numpy(),
+        condition_latent=ti2v_rollout()["trajectory.latents"][0, :, :1].numpy(),
+    )
+
+
+def ti2v_item(steps: tuple[int, ...], *, advantage: float) -> TrainItem:
+    """The kept ``steps`` of the rollout as a training item, with the engine's own first-frame-free log-probs."""
+    rollout = ti2v_rollout()
+    latents = rollout["trajectory.latents"]
+    return TrainItem(
+        trajectory=Trajectory(
+            latents=torch.stack([torch.stack([latents[k], latents[k + 1]]) for k in steps]).numpy(),
+            steps=steps,
+            sigmas=rollout["trajectory.sigmas"].numpy(),
+            log_probs=rollout["log_probs.first_frame_masked"][list(steps)].numpy(),
+            has_condition=True,
+            policy_version=0,
+        ),
+        conditioning=ti2v_conditioning(),
+        advantage=advantage,
+        record_id="golden",
+        sample_index=0,
+    )
+
+
+def write_model_folder(folder: Path) -> Path:
+    """A model folder that holds the transformer of the golden rollout, and no other component."""
+    target = folder / "transformer"
+    target.mkdir(parents=True)
+    shutil.copy(GOLDEN / "tiny_ti2v_transformer_config.json", target / "config.json")
+    shutil.copy(GOLDEN / "tiny_ti2v_transformer.safetensors", target / "diffusion_pytorch_model.safetensors")
+    return folder
