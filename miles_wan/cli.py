@@ -105,14 +105,15 @@ def guarded(command: Callable[[], int | None]) -> int:
     """Run ``command``; turn this project's errors into messages and exit codes."""
     try:
         return command() or 0
-    except InputError as error:
-        console().print(f"[bold red]{len(error.faults)} fault(s), nothing was started:[/]")
-        for fault in error.faults:
-            console().print(f"- {fault}", markup=False, highlight=False, soft_wrap=True)
-        return 2
     except MilesWanError as error:
+        cause = _cause(error)
+        if isinstance(cause, InputError):
+            console().print(f"[bold red]{len(cause.faults)} fault(s), nothing was started:[/]")
+            for fault in cause.faults:
+                console().print(f"- {fault}", markup=False, highlight=False, soft_wrap=True)
+            return 2
         console().print("[bold red]the run failed:[/]")
-        console().print(str(_cause(error)), markup=False, highlight=False, soft_wrap=True)
+        console().print(str(cause), markup=False, highlight=False, soft_wrap=True)
         return 1
 
 

@@ -129,15 +129,20 @@ class Controller:
         """Train to ``num_rollouts``; leaves the last evaluation and a checkpoint behind."""
         self._push()
         if self._config.eval.interval and not self.state.eval_first:
-            self._parts.track.log(self.state.finished, {**self._evaluate(), **self._parts.track.lap()})
+            self._log(self._evaluate())
         while self.state.finished < self._config.num_rollouts:
             metrics = self._train_one()
             if self._due(self._config.eval.interval):
                 metrics |= self._evaluate()
-            self._parts.track.log(self.state.finished, {**metrics, **self._parts.track.lap()})
+            self._log(metrics)
             if self._due(self._config.checkpoint.interval):
                 with self._parts.track.phase("checkpoint"):
                     self._parts.keep.save(self.state)
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        times = self._parts.track.lap()
+        with self._parts.track.phase("log"):
+            self._parts.track.log(self.state.finished, {**metrics, **times})
 
     def _due(self, interval: int) -> bool:
         finished = self.state.finished

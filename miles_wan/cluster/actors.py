@@ -1,5 +1,7 @@
 """The Ray actors: thin shells around an engine, a training worker and the rewards. They add process identity (logging,
 device, threads) and resolve object references; the work is in the rooms.
+
+Each is built by ``start``, not by its constructor: an error in a constructor reaches the driver as text only.
 """
 
 from __future__ import annotations
@@ -7,9 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -18,19 +20,31 @@ from miles_wan.records import RewardInput, RolloutRequest, Score, TrainItem
 from miles_wan.rollout.base import EngineInfo, SyncReport, WeightPush
 from miles_wan.tracking.logs import configure_logging
 
+if TYPE_CHECKING:
+    from miles_wan.wan.lora import ModelReport
+
+
+@dataclass(frozen=True)
+class TrainerInfo:
+    """What a started rank says: counts of the model, FSDP2-wrapped blocks, UUID of its device (None on a CPU)."""
+
+    report: ModelReport
+    fsdp_blocks: int
+    device_uuid: str | None
+
 
 @ray.remote
 class EngineActor:
     """Owns one SGLang server. An async actor: requests overlap, the engine's client bounds them."""
 
-    def __init__(self, config: Config, *, index: int, devices: Sequence[str], log_dir: str) -> None:
+    def __init__(self, index: int) -> None:
+        configure_logging(f"engine-{index}")
+
+    async def start(self, config: Config, devices: Sequence[str], log_dir: str) -> EngineInfo:
         from miles_wan.rollout.sglang.engine import SGLangEngine
         from miles_wan.rollout.sglang.settings import engine_settings
 
-        configure_logging(f"engine-{index}")
         self._engine = SGLangEngine(engine_settings(config, devices=devices, log_dir=Path(log_dir)))
-
-    async def start(self) -> EngineInfo:
         # Blocking on purpose: the server must be a child of this long-lived thread, since it dies with its parent thread.
         return self._engine.start()
 
@@ -51,28 +65,29 @@ class EngineActor:
 class TrainerActor:
     """One FSDP2 rank."""
 
-    def __init__(self, config: Config, *, rank: int, init_method: str, model_path: str, expand_timesteps: bool) -> None:
+    def __init__(self, rank: int) -> None:
         configure_logging(f"trainer-{rank}")
-        _limit_threads(config.training.dp_size)
+        self._rank = rank
+        self._published: Any = None
+
+    def start(self, config: Config, init_method: str, model_path: str, expand_timesteps: bool) -> TrainerInfo:
+        """Build the worker (a collective) and describe it."""
+        import torch
+
         from miles_wan.training.worker import Rank, TrainingWorker
 
+        _limit_threads(config.training.dp_size)
         device = "cuda:0" if config.cluster.device == "cuda" else "cpu"
         self._config = config
         self._worker = TrainingWorker(
             config,
-            Rank(rank, config.training.dp_size, init_method, device),
+            Rank(self._rank, config.training.dp_size, init_method, device),
             model_path=Path(model_path),
             expand_timesteps=expand_timesteps,
         )
-        self._published: Any = None
-
-    def describe(self) -> dict[str, Any]:
-        """Counts of the model, sharded blocks, and this rank's device UUID (None on a CPU)."""
-        import torch
-
         on_cuda = self._worker.device.type == "cuda"
         uuid = f"GPU-{torch.cuda.get_device_properties(self._worker.device).uuid}" if on_cuda else None
-        return {"report": self._worker.report, "fsdp_blocks": self._worker.sharded_blocks, "device_uuid": uuid}
+        return TrainerInfo(self._worker.report, self._worker.sharded_blocks, uuid)
 
     def update(self, steps: Sequence[Sequence[TrainItem]], rollout_id: int) -> dict[str, float]:
         return self._worker.update([_resolved(items) for items in steps], rollout_id=rollout_id)
@@ -128,15 +143,15 @@ class TrainerActor:
 class RewardActor:
     """All rewards of the run on one device."""
 
-    def __init__(self, config: Config, *, index: int) -> None:
+    def __init__(self, index: int) -> None:
         configure_logging(f"reward-{index}")
-        _limit_threads(config.reward.num_workers)
+
+    def start(self, config: Config) -> None:
+        """Load the rewards."""
         from miles_wan.rewards.composite import RewardModel
 
+        _limit_threads(config.reward.num_workers)
         self._model = RewardModel(config.reward, "cuda:0" if config.cluster.device == "cuda" else "cpu")
-
-    def ready(self) -> bool:
-        return True
 
     def score(self, batch: Sequence[RewardInput], validation: bool) -> tuple[list[Score], float]:
         """Scores in order, and the seconds this took. ``frames`` of each input is an object reference."""

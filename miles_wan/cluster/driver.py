@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from miles_wan.cluster.actors import EngineActor, RewardActor, TrainerActor
+from miles_wan.cluster.actors import EngineActor, RewardActor, TrainerActor, TrainerInfo
 from miles_wan.cluster.checkpoints import CheckpointStore
 from miles_wan.cluster.placement import (
     ENGINE_SHARE,
@@ -55,40 +55,37 @@ class Actors:
             EngineActor.options(  # type: ignore[attr-defined]
                 **actor_options(group, members[0], share=ENGINE_SHARE, device=device),
                 max_concurrency=config.rollout.concurrency + 4,
-            ).remote(config, index=index, devices=[slots[slot] for slot in members], log_dir=log_dir)
+            ).remote(index)
             for index, members in enumerate(layout.engines)
         ]
-        starting = [engine.start.remote() for engine in self.engines]
         self.trainers = [
             TrainerActor.options(  # type: ignore[attr-defined]
                 **actor_options(group, slot, share=TRAINER_SHARE, device=device)
-            ).remote(
-                config,
-                rank=rank,
-                init_method=init_method,
-                model_path=str(folder.path),
-                expand_timesteps=folder.expand_timesteps,
-            )
+            ).remote(rank)
             for rank, slot in enumerate(layout.trainers)
         ]
         self.rewards = [
             RewardActor.options(  # type: ignore[attr-defined]
                 **actor_options(group, slot, share=REWARD_SHARE, device=device)
-            ).remote(config, index=index)
+            ).remote(index)
             for index, slot in enumerate(layout.rewards)
         ]
-        described = [trainer.describe.remote() for trainer in self.trainers]
-        results = gather([*starting, *described, *(reward.ready.remote() for reward in self.rewards)])
-        self.engine_infos = results[: len(starting)]
-        self.descriptions = results[len(starting) : len(starting) + len(described)]
-        for index, info in enumerate(self.engine_infos):
-            logger.info(
-                "engine %d: %s, %s, started in %.0f s", index, info.pipeline_config, info.url, info.start_seconds
-            )
+        engines = [
+            engine.start.remote(config, [slots[slot] for slot in members], log_dir)
+            for engine, members in zip(self.engines, layout.engines, strict=True)
+        ]
+        trainers = [
+            trainer.start.remote(config, init_method, str(folder.path), folder.expand_timesteps)
+            for trainer in self.trainers
+        ]
+        results = gather([*engines, *trainers, *(reward.start.remote(config) for reward in self.rewards)])
+        self.trainer_infos: list[TrainerInfo] = results[len(engines) : len(engines) + len(trainers)]
+        for index, info in enumerate(results[: len(engines)]):
+            logger.info("engine %d: %s, %s, started in %.0f s", index, info.pipeline_config, info.url, info.start_seconds)
         self.transport = choose_transport(
             config.sync.transport,
             engine_uuids=[slots[slot] for members in layout.engines for slot in members] if device == "cuda" else [],
-            trainer_uuids=[description["device_uuid"] for description in self.descriptions],
+            trainer_uuids=[info.device_uuid for info in self.trainer_infos if info.device_uuid is not None],
         )
 
     def close(self) -> None:
@@ -198,7 +195,7 @@ def summarise(
     config: Config, state: RunState, actors: Actors, tracker: Tracker, *, wall: float, resumed_from: str | None
 ) -> dict[str, Any]:
     """The content of ``summary.json``. Validation numbers are null for a run without validation."""
-    report = actors.descriptions[0]["report"]
+    info = actors.trainer_infos[0]
     evaluated = bool(state.eval_first)
     gain = paired_gain(state.eval_first, state.eval_last) if evaluated else None
     return {
@@ -217,9 +214,9 @@ def summarise(
         "sp_size": config.rollout.sp_size,
         "dp_size": config.training.dp_size,
         "num_engines": config.rollout.num_engines,
-        "fsdp_blocks": actors.descriptions[0]["fsdp_blocks"],
-        "trainable_parameters": report.trainable_parameters,
-        "total_parameters": report.total_parameters,
+        "fsdp_blocks": info.fsdp_blocks,
+        "trainable_parameters": info.report.trainable_parameters,
+        "total_parameters": info.report.total_parameters,
         "lora_tensors": state.lora_tensors,
         "layer_prefixes": state.layer_prefixes,
         "unmapped": state.unmapped,

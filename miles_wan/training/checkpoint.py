@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from diffusers import WanTransformer3DModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.futures import Future
 from torch.optim import Optimizer
@@ -24,7 +24,7 @@ from miles_wan.faults import reach
 class TrainingState:
     """The ``Stateful`` that torch.distributed.checkpoint saves: trainable weights, optimizer, schedule, random state."""
 
-    def __init__(self, transformer: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    def __init__(self, transformer: WanTransformer3DModel, optimizer: Optimizer, scheduler: LRScheduler) -> None:
         self._transformer, self._optimizer, self._scheduler = transformer, optimizer, scheduler
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,7 +63,12 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def save(
-    directory: Path, transformer: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, *, rollout_id: int
+    directory: Path,
+    transformer: WanTransformer3DModel,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    *,
+    rollout_id: int,
 ) -> None:
     """Write the state into ``directory``."""
     state = {"training": TrainingState(transformer, optimizer, scheduler)}
@@ -73,7 +78,7 @@ def save(
         raise CheckpointError(f"could not write the checkpoint {directory}: {error}; free space and resume") from error
 
 
-def load(directory: Path, transformer: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+def load(directory: Path, transformer: WanTransformer3DModel, optimizer: Optimizer, scheduler: LRScheduler) -> None:
     """Restore the state in ``directory``, on any number of ranks up to that of the save.
 
     Raises:

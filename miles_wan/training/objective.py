@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from diffusers import WanTransformer3DModel
+from torch import Tensor
 
 from miles_wan.algorithms import clipped_policy_loss, gaussian_kl
 from miles_wan.config import Config
@@ -43,7 +44,7 @@ class Objective:
         expand_timesteps: the checkpoint's flag.
     """
 
-    def __init__(self, transformer: nn.Module, config: Config, *, expand_timesteps: bool) -> None:
+    def __init__(self, transformer: WanTransformer3DModel, config: Config, *, expand_timesteps: bool) -> None:
         self._transformer = transformer
         self._config = config
         self._expand_timesteps = expand_timesteps

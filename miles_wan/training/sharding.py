@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from diffusers import WanTransformer3DModel
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+
+# The transformer returns a view; we never write into it, which is all this warning is about.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -21,7 +26,9 @@ def init_process_group(*, device: torch.device, rank: int, world_size: int, init
     dist.init_process_group(BACKENDS[device.type], init_method=init_method, rank=rank, world_size=world_size)
 
 
-def shard_transformer(transformer: nn.Module, *, device: torch.device, activation_checkpointing: bool) -> DeviceMesh:
+def shard_transformer(
+    transformer: WanTransformer3DModel, *, device: torch.device, activation_checkpointing: bool
+) -> DeviceMesh:
     """Shard every block and the root over all ranks, in place.
 
     No mixed-precision policy: the base is stored in its compute type and the adapters in float32. A policy's default
@@ -39,7 +46,7 @@ def shard_transformer(transformer: nn.Module, *, device: torch.device, activatio
     return mesh
 
 
-def count_sharded_blocks(transformer: nn.Module) -> int:
+def count_sharded_blocks(transformer: WanTransformer3DModel) -> int:
     """Transformer blocks that FSDP2 has wrapped."""
     return sum(isinstance(block, FSDPModule) for block in transformer.blocks)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from diffusers import WanTransformer3DModel
+from torch import Tensor
 
 from miles_wan.wan.conditioning import ModelInput
 
 
 def guided_velocity(
-    transformer: nn.Module,
+    transformer: WanTransformer3DModel,
     inputs: ModelInput,
     *,
     prompt_embeds: Tensor,

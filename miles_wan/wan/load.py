@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from torch import nn
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def load_transformer(model_path: Path, *, dtype: str, subfolder: str = "transformer") -> nn.Module:
+def load_transformer(model_path: Path, *, dtype: str, subfolder: str = "transformer") -> WanTransformer3DModel:
     """The transformer in evaluation mode on the CPU. ``from_pretrained`` keeps the parts that must stay float32 (rope
     tables, time embedder, modulation tables, norm2) in float32 under bf16; ``.to(bfloat16)`` would not."""
     return WanTransformer3DModel.from_pretrained(
@@ -21,7 +20,7 @@ def load_transformer(model_path: Path, *, dtype: str, subfolder: str = "transfor
     ).eval()
 
 
-def meta_transformer(config: Mapping[str, Any]) -> nn.Module:
+def meta_transformer(config: Mapping[str, Any]) -> WanTransformer3DModel:
     """A transformer of this configuration on the meta device: names and shapes, no memory."""
     with torch.device("meta"):
         return WanTransformer3DModel.from_config({k: v for k, v in config.items() if not k.startswith("_")})

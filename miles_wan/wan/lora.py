@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import WanPipeline
+from diffusers import WanPipeline, WanTransformer3DModel
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -36,7 +36,7 @@ class ModelReport:
     layer_prefixes: int
 
 
-def lora_config(transformer: nn.Module, *, rank: int, alpha: int, targets: Sequence[str]) -> LoraConfig:
+def lora_config(transformer: WanTransformer3DModel, *, rank: int, alpha: int, targets: Sequence[str]) -> LoraConfig:
     """The adapter configuration for ``targets`` inside the transformer blocks.
 
     Raises:
@@ -59,7 +59,9 @@ def _pattern(targets: Sequence[str]) -> str:
     return r"blocks\.\d+\.(?:.*\.)?(?:" + "|".join(re.escape(target) for target in targets) + ")"
 
 
-def inject_lora(transformer: nn.Module, *, rank: int, alpha: int, targets: Sequence[str], seed: int) -> None:
+def inject_lora(
+    transformer: WanTransformer3DModel, *, rank: int, alpha: int, targets: Sequence[str], seed: int
+) -> None:
     """Freeze the transformer and add float32 adapters (A from ``seed``, B zero). Call before sharding: adapters added
     to a sharded model silently keep their gradients local."""
     transformer.requires_grad_(False)
@@ -71,14 +73,14 @@ def inject_lora(transformer: nn.Module, *, rank: int, alpha: int, targets: Seque
         parameter.data = parameter.data.float()
 
 
-def trainable_parameters(transformer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def trainable_parameters(transformer: WanTransformer3DModel) -> Iterator[tuple[str, nn.Parameter]]:
     """(diffusers name, parameter) of every adapter tensor, in the model's order."""
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
             yield name.replace(f".{ADAPTER}.weight", ".weight"), parameter
 
 
-def report(transformer: nn.Module) -> ModelReport:
+def report(transformer: WanTransformer3DModel) -> ModelReport:
     """Count parameters and adapters; works on the meta device and on sharded models."""
     names = [name for name, _ in trainable_parameters(transformer)]
     return ModelReport(
@@ -116,7 +118,7 @@ def _suffixes(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted({layer_prefix(name).split(".", 2)[2] for name in tensors})
 
 
-def load_adapter(transformer: nn.Module, path: Path, *, rank: int, alpha: int) -> None:
+def load_adapter(transformer: WanTransformer3DModel, path: Path, *, rank: int, alpha: int) -> None:
     """Copy an adapter file or folder (diffusers format) into the injected, not yet sharded adapters.
 
     Raises:

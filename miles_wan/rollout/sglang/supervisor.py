@@ -51,7 +51,7 @@ def _die_with_supervisor() -> None:
 
 
 def _ask_to_end(child: subprocess.Popen[bytes]) -> None:
-    child.terminate()
+    child.send_signal(signal.SIGINT)  # SGLang tidies up after an interrupt, not after SIGTERM
     try:
         child.wait(timeout=_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
