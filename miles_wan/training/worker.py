@@ -114,18 +114,20 @@ class TrainingWorker:
         overall = PairStatistics()
         gap_metrics: dict[str, float] = {}
         grad_norms: list[float] = []
+        learning_rate = 0.0
         for index, items in enumerate(steps):
             statistics = self._accumulate(items, rollout_id)
             overall.merge(statistics)
             if index == 0:
                 before_update.merge(statistics)
                 gap_metrics = self._check_parity(before_update)
+            learning_rate = float(self.scheduler.get_last_lr()[0])
             grad_norms.append(self._step(rollout_id))
         return {
             **overall.reduced(self.device),
             **gap_metrics,
             "train/grad_norm": max(grad_norms),
-            "train/lr": float(self.scheduler.get_last_lr()[0]),
+            "train/lr": learning_rate,
             "train/optimizer_steps": float(len(steps)),
         }
 

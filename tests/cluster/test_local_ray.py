@@ -50,7 +50,7 @@ def run_job(ray: LocalRay, *command: str) -> tuple[int | None, str]:
 def facts(ray: LocalRay, gpus: int, slots: dict[str, int]) -> dict[str, object]:
     code, output = run_job(ray, sys.executable, "-c", DRIVER, json.dumps([gpus, slots]))
     assert code == 0, output
-    found: dict[str, object] = json.loads(re.findall("FACTS(.*)", output)[0])
+    found: dict[str, object] = json.loads(re.findall(r"FACTS({.*)", output)[0])
     return found
 
 
@@ -79,21 +79,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRay, L
             ray.stop()
 
 
-def test_two_rays_share_no_folder_port_or_process(pair: tuple[LocalRay, LocalRay]) -> None:
-    first, second = pair
-    assert first.folder != second.folder
-    ports = [listening_ports(ray) for ray in pair]
-    assert all(len(each) >= 8 for each in ports)  # GCS, raylet, object manager, agents, dashboard, ...
-    assert not ports[0] & ports[1]
-    processes = [{process.pid for process in lifeline.members(ray.run_id)} for ray in pair]
-    assert not processes[0] & processes[1]
-
-
-def test_no_port_is_a_default_of_ray_that_another_cluster_would_want(pair: tuple[LocalRay, LocalRay]) -> None:
-    defaults = {6379, 8265, 10001, 44217, 44227, 52365}
-    assert not defaults & (listening_ports(pair[0]) | listening_ports(pair[1]))
-
-
 def test_worker_slots_stand_for_devices_on_a_cpu_and_gpus_are_hidden(pair: tuple[LocalRay, LocalRay]) -> None:
     found = facts(pair[0], 0, {"worker_slot": 1})
     assert found["devices"] == ["", ""]
@@ -108,6 +93,23 @@ def test_actors_get_their_devices_from_the_list_given_before_the_start(pair: tup
     assert found["nodes"] == 1
 
 
+def test_two_rays_share_no_folder_port_or_process(pair: tuple[LocalRay, LocalRay]) -> None:
+    first, second = pair
+    assert first.folder != second.folder
+    ports = [listening_ports(ray) for ray in pair]
+    assert all(
+        len(each) >= 8 for each in ports
+    )  # GCS, raylet, object manager, agents, dashboard, ...; all up after a job
+    assert not ports[0] & ports[1]
+    processes = [{process.pid for process in lifeline.members(ray.run_id)} for ray in pair]
+    assert not processes[0] & processes[1]
+
+
+def test_no_port_is_a_default_of_ray_that_another_cluster_would_want(pair: tuple[LocalRay, LocalRay]) -> None:
+    defaults = {6379, 8265, 10001, 44217, 44227, 52365}
+    assert not defaults & (listening_ports(pair[0]) | listening_ports(pair[1]))
+
+
 def test_the_driver_runs_with_this_interpreter_in_this_folder(pair: tuple[LocalRay, LocalRay]) -> None:
     code, output = run_job(pair[0], sys.executable, "-c", "import os, sys; print(os.getcwd(), sys.executable)")
     assert code == 0
@@ -119,7 +121,9 @@ def test_the_driver_runs_with_this_interpreter_in_this_folder(pair: tuple[LocalR
     [("sys.exit(3)", 3), ("sys.exit('bad')", 1), ("os.kill(os.getpid(), 9)", 128 + 9)],
 )
 def test_the_exit_code_is_the_drivers(pair: tuple[LocalRay, LocalRay], ending: str, expected: int) -> None:
-    code, output = run_job(pair[0], sys.executable, "-c", f"import os, sys; print('last words', flush=True); {ending}")
+    code, output = run_job(
+        pair[0], sys.executable, "-c", f"import os, sys; print('last', 'words', flush=True); {ending}"
+    )
     assert code == expected
     assert "last words" in output
 
@@ -139,9 +143,9 @@ def test_ending_one_leaves_nothing_of_it_and_all_of_the_other(pair: tuple[LocalR
     first.stop()
     assert lifeline.members(run_id) == []
     assert not folder.exists()
-    code, output = run_job(second, "echo", "still here")
+    code, output = run_job(second, sys.executable, "-c", "print(6 * 7)")
     assert code == 0
-    assert "still here" in output
+    assert "\n42\n" in output
     infrastructure = {process.pid for process in lifeline.members(second.run_id)}
     assert len(before & infrastructure) > 10
 

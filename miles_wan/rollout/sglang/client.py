@@ -102,7 +102,9 @@ class SGLangClient:
         try:
             return await policy(self._once, send)
         except _Retry as error:
-            raise EngineError(f"the engine at {self._url} cannot be reached after {_ATTEMPTS} attempts: {error}") from error
+            raise EngineError(
+                f"the engine at {self._url} cannot be reached after {_ATTEMPTS} attempts: {error}"
+            ) from error
 
     async def _once(self, send: Callable[[], Coroutine[Any, Any, httpx.Response]]) -> httpx.Response:
         try:
@@ -123,7 +125,9 @@ class SGLangClient:
         if self._loop is not loop:
             self._loop = loop
             self._slots = asyncio.Semaphore(self._concurrency)
-            self._http = httpx.AsyncClient(base_url=self._url, trust_env=False, timeout=httpx.Timeout(None, connect=10.0))
+            self._http = httpx.AsyncClient(
+                base_url=self._url, trust_env=False, timeout=httpx.Timeout(None, connect=10.0)
+            )
             self._in_flight = 0
 
 

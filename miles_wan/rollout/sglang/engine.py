@@ -4,6 +4,7 @@ Out: videos with trajectories, sync reports. A plain class; who runs it in an ac
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from miles_wan.records import RolloutOutput, RolloutRequest
 from miles_wan.rollout.base import EngineInfo, SyncReport, WeightPush
 from miles_wan.rollout.sglang.canary import canary_query, check_canary
 from miles_wan.rollout.sglang.client import GENERATE_PATH, SGLangClient, reason
+from miles_wan.rollout.sglang.identity import PATH as IDENTITY_PATH
 from miles_wan.rollout.sglang.messages import Answer, SampleQuery, parse_answer, request_body
 from miles_wan.rollout.sglang.server import SGLangServer
 from miles_wan.rollout.sglang.settings import EngineSettings
@@ -78,6 +80,10 @@ class SGLangEngine:
         """Replace the adapter and prove it. No rollout may be in flight. Raises WeightSyncError, EngineError."""
         return await apply_adapter(self._started, push)
 
+    async def identity(self) -> dict[str, Any]:
+        """What the server says about itself. Raises EngineError if it is not the one that was started here."""
+        return self._server.check_identity(await self._started.get(IDENTITY_PATH))
+
     async def health(self) -> None:
         """Raises EngineError if the server has died, hangs, or is somebody else's."""
         if (failure := self._server.failure()) is not None:
@@ -85,13 +91,13 @@ class SGLangEngine:
         response = await self._started.get("/health")
         if response.status_code != 200:
             raise EngineError(f"the engine is not healthy: {reason(response)}")
-        self._server.identity()
+        await self.identity()
 
     async def close(self) -> None:
         """End the server and everything it started. Safe to call twice, and before ``start``."""
         if self._client is not None:
             await self._client.close()
-        self._server.close()
+        await asyncio.to_thread(self._server.close)
 
     @property
     def _started(self) -> SGLangClient:
@@ -109,7 +115,11 @@ class SGLangEngine:
             "sp_size": settings.sp_size,
             "lora_merge_mode": settings.lora_merge_mode,
         }
-        faults = [f"{key} {identity.get(key)!r} instead of {value!r}" for key, value in wanted.items() if identity.get(key) != value]
+        faults = [
+            f"{key} {identity.get(key)!r} instead of {value!r}"
+            for key, value in wanted.items()
+            if identity.get(key) != value
+        ]
         faults += [f"hook {name} {state}" for name, state in identity["hooks"].items() if state == "failed"]
         if faults:
             raise EngineError(f"the engine runs with {'; '.join(faults)}; see {self._server.log_path}")
@@ -125,7 +135,9 @@ class SGLangEngine:
                 f"{self._server.url}{GENERATE_PATH}", json=request_body(query), trust_env=False, timeout=timeout
             )
         except httpx.TransportError as error:
-            raise EngineError(f"the engine did not answer its first request: {error!r}; {self._server.log_tail()}") from error
+            raise EngineError(
+                f"the engine did not answer its first request: {error!r}; {self._server.log_tail()}"
+            ) from error
         if response.status_code != 200:
             raise EngineError(f"the engine failed its first request: {reason(response)}; {self._server.log_tail()}")
         check_canary(parse_answer(response.content, query), with_image=with_image)

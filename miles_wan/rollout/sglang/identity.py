@@ -43,7 +43,9 @@ def server_layer_names(server_args: Any, layers: Sequence[str]) -> Mapping[str, 
     from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping
 
     arch = server_args.pipeline_config.dit_config.arch_config
-    rules = [get_param_names_mapping(rule) for rule in (arch.lora_param_names_mapping, arch.param_names_mapping) if rule]
+    rules = [
+        get_param_names_mapping(rule) for rule in (arch.lora_param_names_mapping, arch.param_names_mapping) if rule
+    ]
     names: dict[str, str | None] = {}
     for layer in layers:
         name, fused = f"{layer}.weight", False

@@ -85,12 +85,16 @@ def checked_tensors(update: WeightUpdate) -> dict[str, Tensor]:
     for layer in adapter_layers(tensors):
         a, b = tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"]
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != update.rank or b.shape[1] != update.rank:
-            faults.append(f"{layer}: lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} do not have rank {update.rank}")
+            faults.append(
+                f"{layer}: lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} do not have rank {update.rank}"
+            )
         elif 0 in a.shape or 0 in b.shape:
             faults.append(f"{layer}: lora_A {tuple(a.shape)} or lora_B {tuple(b.shape)} is empty, as of a shard")
     faults += [f"{name}: not finite" for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
     if faults:
-        raise WeightSyncError(f"{len(faults)} faults in the adapter of {update.target_module}: " + "; ".join(faults[:5]))
+        raise WeightSyncError(
+            f"{len(faults)} faults in the adapter of {update.target_module}: " + "; ".join(faults[:5])
+        )
     return tensors
 
 

@@ -137,16 +137,16 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         name="uint8_frames",
         fault="frames are answered as float32: 1.3 GB for a video of 704x1280x121",
-        patches=(Patch(f"{_ROOT}.entrypoints.post_training.rollout_api._build_response", "before", hooks.uint8_frames),),
+        patches=(
+            Patch(f"{_ROOT}.entrypoints.post_training.rollout_api._build_response", "before", hooks.uint8_frames),
+        ),
         file=f"{_RUNTIME}/entrypoints/post_training/rollout_api.py",
         marker="serialized_generated_output = _maybe_serialize(out_i)",
     ),
     Hook(
         name="own_adapter",
         fault="adapters are kept as views of the sender's shared memory, and copied to the device at every forward",
-        patches=(
-            Patch(f"{_ROOT}.layers.lora.linear.BaseLayerWithLoRA.set_lora_weights", "before", hooks.own_adapter),
-        ),
+        patches=(Patch(f"{_ROOT}.layers.lora.linear.BaseLayerWithLoRA.set_lora_weights", "before", hooks.own_adapter),),
         file=f"{_RUNTIME}/layers/lora/linear.py",
         marker="# share storage with weights in the pipeline",
     ),

@@ -62,14 +62,17 @@ class SGLangServer:
         self._spawn()
         try:
             self._wait_until_healthy()
-            return self.identity()
+            return self.check_identity(httpx.get(f"{self.url}{PATH}", trust_env=False, timeout=30.0))
+        except httpx.TransportError as error:
+            self.close()
+            raise EngineError(f"the engine stopped answering after its start: {error!r}; {self.log_tail()}") from error
         except BaseException:
             self.close()
             raise
 
-    def identity(self) -> dict[str, Any]:
-        """What the server says about itself. Raises EngineError if it is not the one we started."""
-        return read_identity(self.url, self._token, self._log_path)
+    def check_identity(self, response: httpx.Response) -> dict[str, Any]:
+        """The identity in an answer to ``GET /miles_wan/identity``. Raises EngineError if it is not our server's."""
+        return check_identity(response, self._token)
 
     def failure(self) -> str | None:
         """Why the process cannot answer any more, or None while it runs."""
@@ -136,22 +139,19 @@ class SGLangServer:
                 time.sleep(_POLL_SECONDS)
 
 
-def read_identity(url: str, token: str, log_path: str) -> dict[str, Any]:
-    """The identity answer of the server at ``url``; EngineError unless it knows ``token``."""
-    try:
-        response = httpx.get(f"{url}{PATH}", trust_env=False, timeout=30.0)
-    except httpx.TransportError as error:
-        raise EngineError(f"{url} does not answer: {error!r}") from error
+def check_identity(response: httpx.Response, token: str) -> dict[str, Any]:
+    """The identity in an answer to ``GET /miles_wan/identity``; EngineError unless the server knows ``token``."""
+    where = f"the server at {response.url.netloc.decode()}"
     if response.status_code != 200:
         raise EngineError(
-            f"the server at {url} does not know {PATH} (HTTP {response.status_code}): it is not the one that was started "
-            f"here, or the plugin of this project is not installed where SGLang runs; see {log_path}"
+            f"{where} does not know {PATH} (HTTP {response.status_code}): it is not the one that was started here, or "
+            "the plugin of this project is not installed where SGLang runs"
         )
     try:
         answer: dict[str, Any] = response.json()
         same = secrets.compare_digest(str(answer["token"]), token)
     except (ValueError, KeyError, TypeError) as error:
-        raise EngineError(f"the server at {url} gave no identity: {response.text[:200]!r}") from error
+        raise EngineError(f"{where} gave no identity: {response.text[:200]!r}") from error
     if not same:
-        raise EngineError(f"the server at {url} is not the one that was started here: another process holds its port")
+        raise EngineError(f"{where} is not the one that was started here: another process holds its port")
     return answer

@@ -5,17 +5,20 @@ is told to stop, the whole session is killed. Standard library only: it is the o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 5.0  # tidying takes 2 s; after that SGLang only frees its memory, for 10 s
+_LEFTOVER_SECONDS = 2.0
 
 
 def run(parent_pid: int, command: Sequence[str]) -> int:
@@ -42,7 +45,7 @@ def run(parent_pid: int, command: Sequence[str]) -> int:
         if stop_read in ready and parent not in ready:
             _ask_to_end(child)
     finally:
-        _kill_session(child.pid)
+        _kill_session(child)
     return child.wait()
 
 
@@ -52,15 +55,20 @@ def _die_with_supervisor() -> None:
 
 def _ask_to_end(child: subprocess.Popen[bytes]) -> None:
     child.send_signal(signal.SIGINT)  # SGLang tidies up after an interrupt, not after SIGTERM
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed with its session
         child.wait(timeout=_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass  # it is killed with its session
 
 
-def _kill_session(pid: int) -> None:
+def _kill_session(child: subprocess.Popen[bytes]) -> None:
+    """Kill the child, give what it started a moment to tidy up and follow, then kill the rest of its session."""
+    child.kill()
+    deadline = time.monotonic() + _LEFTOVER_SECONDS
     try:
-        os.killpg(pid, signal.SIGKILL)  # the child leads its session, so its group is everything it started
+        while time.monotonic() < deadline:
+            os.killpg(child.pid, 0)  # the child leads its session, so its group is everything it started
+            child.poll()  # a dead leader that nobody collected would count as alive
+            time.sleep(0.05)
+        os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
 

@@ -51,7 +51,9 @@ def adapter_layers(tensor_names: Iterable[str]) -> tuple[str, ...]:
         else:
             factors.setdefault(match["layer"], set()).add(match["factor"])
     if strange:
-        raise WeightSyncError(f"not adapter tensors: {', '.join(strange[:5])}; names end with .lora_A.weight or .lora_B.weight")
+        raise WeightSyncError(
+            f"not adapter tensors: {', '.join(strange[:5])}; names end with .lora_A.weight or .lora_B.weight"
+        )
     single = [layer for layer, found in factors.items() if len(found) == 1]
     if single:
         raise WeightSyncError(f"{len(single)} layers have only one of lora_A and lora_B, e.g. {single[0]}")

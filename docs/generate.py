@@ -1,0 +1,71 @@
+"""Writes the reference pages that follow from the code: docs/configuration.md and docs/metrics.md.
+
+    python docs/generate.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from miles_wan.config import Config, RewardFunction
+from miles_wan.tracking.names import metrics_table_markdown
+
+HERE = Path(__file__).resolve().parent
+HEAD = """# Configuration
+
+Generated from `miles_wan/config.py`. A run's configuration is a recipe (YAML, see `configs/`) plus overrides: every field has
+a dotted flag, `--section.field value` or `--section.field=value`; values are YAML, so lists are `"[a, b]"`. Entries of
+`reward.functions` go by number: `--reward.functions.0.weight 0.5`. Unknown keys and illegal combinations are refused together
+before anything starts. `tp_size` and `dp_size` follow `cluster.num_gpus` unless they are given.
+"""
+
+
+def configuration_markdown() -> str:
+    """The page docs/configuration.md."""
+    top = {name: info for name, info in Config.model_fields.items() if not _is_section(info)}
+    parts = [HEAD, "## Run\n", _table("", top)]
+    for name, info in Config.model_fields.items():
+        if _is_section(info):
+            parts += [f"## {name}\n", _table(f"{name}.", info.annotation.model_fields)]  # type: ignore[union-attr]
+    parts += ["## reward.functions[i]\n", _table("reward.functions.0.", RewardFunction.model_fields)]
+    return "\n".join(parts)
+
+
+def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
+    rows = ["| field | default | meaning |", "|---|---|---|"]
+    for name, info in fields.items():
+        if _is_section(info):
+            rows += _table(f"{prefix}{name}.", info.annotation.model_fields).splitlines()[2:]  # type: ignore[union-attr]
+        else:
+            rows.append(f"| `{prefix}{name}` | {_default(info)} | {info.description} |")
+    return "\n".join(rows) + "\n"
+
+
+def _is_section(info: FieldInfo) -> bool:
+    return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+
+
+def _default(info: FieldInfo) -> str:
+    value: Any = info.get_default(call_default_factory=True) if info.default_factory is None else None
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return "-"
+    if isinstance(value, tuple):
+        value = [item.name if isinstance(item, RewardFunction) else item for item in value]
+    return f"`{value}`"
+
+
+def main() -> None:
+    """Write both pages."""
+    (HERE / "configuration.md").write_text(configuration_markdown())
+    (HERE / "metrics.md").write_text(metrics_table_markdown())
+
+
+if __name__ == "__main__":
+    main()

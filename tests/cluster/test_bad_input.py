@@ -1,0 +1,122 @@
+"""Bad input ends the launcher with exit code 2 and clear messages before Ray or an engine is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from miles_wan.cluster import launch as launcher
+from miles_wan.tiny import TinyPaths
+
+
+@pytest.fixture
+def refused(
+    tiny_paths: TinyPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Run the launcher with changed flags; return what it printed. It must refuse with 2 and start nothing."""
+
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("Ray was started in spite of bad input")
+
+    monkeypatch.setattr(launcher, "LocalRay", started)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    flags = {
+        "--recipe": "tiny_ti2v",
+        "--model": str(tiny_paths.model),
+        "--reward-model": str(tiny_paths.reward),
+        "--data-jsonl": str(tiny_paths.train_jsonl),
+        "--eval-data-jsonl": str(tiny_paths.eval_jsonl),
+        "--output-dir": str(tmp_path / "run"),
+    }
+
+    def run(changes: dict[str, str | None]) -> str:
+        merged = {name: value for name, value in {**flags, **changes}.items() if value is not None}
+        code = launcher.main([token for item in merged.items() for token in item])
+        printed = capsys.readouterr().err
+        assert code == 2, printed
+        assert not (tmp_path / "run" / "logs").exists()
+        return printed
+
+    return run
+
+
+def test_all_faults_of_a_data_file_are_told_together(refused, tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\nnot an image")
+    lines = [
+        '{"input": "a red ball"',
+        json.dumps({"input": ""}),
+        json.dumps({"input": "a", "metadata": {"image_path": "missing.png"}}),
+        json.dumps({"input": "b", "metadata": {"image_path": "bad.png"}}),
+        json.dumps({"prompt": "wrong key"}),
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    printed = refused({"--data-jsonl": str(tmp_path / "train.jsonl")})
+    for number in range(1, 6):
+        assert f"train.jsonl:{number}:" in printed
+    assert "missing.png" in printed
+    assert "bad.png" in printed
+
+
+def test_a_missing_data_file_is_named(refused, tmp_path: Path) -> None:
+    assert str(tmp_path / "nothing.jsonl") in refused({"--data-jsonl": str(tmp_path / "nothing.jsonl")})
+
+
+def test_wrong_frame_count_and_size_name_the_nearest_legal_values(refused) -> None:
+    printed = refused({"--rollout.num-frames": "6", "--rollout.width": "40"})
+    assert "5" in printed
+    assert "9" in printed
+    assert "32" in printed
+    assert "64" in printed
+
+
+def test_a_folder_without_model_index_is_refused(refused, tmp_path: Path) -> None:
+    assert "model_index.json" in refused({"--model": str(tmp_path)})
+
+
+def test_a_missing_component_is_named(refused, tiny_paths: TinyPaths, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_paths.model, copy)
+    shutil.rmtree(copy / "vae")
+    assert str(copy / "vae") in refused({"--model": str(copy)})
+
+
+def test_an_eval_interval_needs_eval_data(refused) -> None:
+    printed = refused({"--eval-interval": "5", "--eval-data-jsonl": None})
+    assert "eval.interval" in printed
+    assert "--eval-data-jsonl" in printed
+
+
+def test_more_devices_than_exist_are_refused(refused) -> None:
+    printed = refused({"--device": "cuda", "--num-gpus": "64"})
+    assert "64" in printed
+
+
+def test_an_unwritable_output_folder_is_refused(refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in refused({"--output-dir": str(tmp_path / "file" / "run")})
+
+
+def test_unknown_fields_are_refused_with_a_suggestion(refused) -> None:
+    assert "algorithm.clip_range" in refused({"--algorithm.clip-rnge": "1e-3"})
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_numbers(refused) -> None:
+    printed = refused({"--training.micro-batch-size": "7"})
+    assert "training.micro_batch_size = 7" in printed
+    assert "48" in printed
+
+
+def test_a_foreign_ray_cluster_is_refused(refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert "RAY_ADDRESS" in refused({})
+
+
+def test_faults_of_different_kinds_come_together(refused, tmp_path: Path) -> None:
+    changes = {"--data-jsonl": str(tmp_path / "nothing.jsonl"), "--reward-model": str(tmp_path), "--rollout.num-frames": "6"}
+    printed = refused(changes)
+    assert "nothing.jsonl" in printed
+    assert f"{tmp_path}:" in printed
+    assert "num_frames" in printed

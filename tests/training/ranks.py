@@ -1,0 +1,273 @@
+"""One rank of the training tests, started as ``python ranks.py RANK WORLD_SIZE FOLDER``: runs every scenario with real
+FSDP2 workers over gloo and writes what it saw to FOLDER/results_RANK.pt. The tests read it; nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from golden_data import ti2v_item
+from torch import Tensor
+
+from miles_wan.config import Config
+from miles_wan.errors import MilesWanError
+from miles_wan.flow import shifted_sigmas
+from miles_wan.records import TrainItem
+from miles_wan.training.sharding import full_tensor
+from miles_wan.training.worker import Rank, TrainingWorker
+from miles_wan.wan.lora import trainable_parameters
+
+# Every rank's items: (kept steps, advantage). Two samples of two kept steps each, different on either rank.
+ITEMS = {0: [((0, 1), 1.0), ((2, 3), -0.5)], 1: [((1, 2), 2.0), ((3, 4), -1.5)]}
+
+
+def make_config(folder: Path, **changes: Any) -> Config:
+    """The golden rollout's settings; ``changes`` are dotted."""
+    tree: dict[str, Any] = {
+        "model": {"path": str(folder / "model"), "dtype": "fp32", "lora_rank": 4, "lora_alpha": 6},
+        "data": {"train": "train.jsonl"},
+        "rollout": {"guidance_scale": 3.0, "num_inference_steps": 6, "flow_shift": 5.0, "noise_level": 0.7},
+        "algorithm": {"max_log_prob_gap": 1e-5, "clip_range": 0.5},
+        "training": {
+            "dp_size": 2,
+            "micro_batch_size": 2,
+            "activation_checkpointing": False,
+            "optimizer": {"lr": 0.0, "max_grad_norm": 1e9, "weight_decay": 0.0},
+        },
+    }
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return Config.model_validate(tree)
+
+
+class Scenarios:
+    """What every scenario needs: this rank, the folder, fresh workers."""
+
+    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
+        self.rank, self.world_size, self.folder = rank, world_size, folder
+        self._meetings = itertools.count()
+
+    def worker(self, **changes: Any) -> TrainingWorker:
+        meeting = self.folder / f"meeting_{next(self._meetings)}"
+        place = Rank(self.rank, self.world_size, f"file://{meeting}", "cpu")
+        config = make_config(self.folder, **changes)
+        return TrainingWorker(config, place, model_path=Path(config.model.path), expand_timesteps=True)
+
+    def adapted(self, **changes: Any) -> TrainingWorker:
+        """A worker whose adapters are not zero; they move the log-probs, so the bound is wide."""
+        start = {"model__init_adapter": str(self.folder / "adapter"), "algorithm__max_log_prob_gap": 100.0}
+        return self.worker(**{**start, **changes})
+
+    def items(self) -> list[TrainItem]:
+        return [ti2v_item(steps, advantage=advantage) for steps, advantage in ITEMS[self.rank]]
+
+    # The golden trajectories under the weights that made them.
+    def parity(self) -> dict[str, Any]:
+        seen = {}
+        for steps in (1, 2):
+            worker = self.worker(algorithm__optimizer_steps_per_rollout=steps, training__optimizer__lr=0.1)
+            before = worker.adapter()
+            items = self.items()
+            share = len(items) // steps
+            dealt = [items[start : start + share] for start in range(0, len(items), share)]
+            metrics = worker.update(dealt, rollout_id=0)
+            seen[steps] = {"metrics": metrics, "moved": moved(before, worker.adapter())}
+            worker.close()
+        return seen
+
+    def sharding(self) -> dict[str, Any]:
+        worker = self.worker()
+        local = sum(p.to_local().numel() for p in worker.transformer.parameters())
+        seen = {"local": local, "report": worker.report, "sharded_blocks": worker.sharded_blocks}
+        worker.close()
+        return seen
+
+    def gradients(self) -> dict[str, Any]:
+        """Gradients of one optimizer step, by case."""
+        cases: dict[str, dict[str, Any]] = {
+            "micro 1": {"training__micro_batch_size": 1},
+            "micro 2": {"training__micro_batch_size": 2},
+            "micro 4": {"training__micro_batch_size": 4},
+            "checkpointing": {"training__activation_checkpointing": True},
+            "no guidance": {"rollout__guidance_scale": 1.0},
+            "kl": {"algorithm__kl_beta": 0.3},
+            "kl checkpointing": {"algorithm__kl_beta": 0.3, "training__activation_checkpointing": True},
+            "kl negligible": {"algorithm__kl_beta": 1e-12},
+            "bf16": {"model__dtype": "bf16"},
+            "bf16 checkpointing": {"model__dtype": "bf16", "training__activation_checkpointing": True},
+        }
+        seen = {}
+        for name, changes in cases.items():
+            worker = self.adapted(training__optimizer__lr=1e-5, **changes)
+            caught: dict[str, Tensor] = {}
+            times: list[Tensor] = []
+
+            def catch(*_: Any, worker: TrainingWorker = worker, caught: dict[str, Tensor] = caught) -> None:
+                caught.update({n: full_tensor(p.grad).clone() for n, p in trainable_parameters(worker.transformer)})
+
+            def watch(_: Any, args: Any, times: list[Tensor] = times) -> None:
+                times.append(args[0].detach().clone())
+
+            worker.optimizer.register_step_pre_hook(catch)
+            worker.transformer.condition_embedder.timesteps_proj.register_forward_pre_hook(watch)
+            before = worker.adapter()
+            metrics = worker.update([self.items()], rollout_id=0)
+            seen[name] = {
+                "gradients": caught,
+                "metrics": metrics,
+                "moved": moved(before, worker.adapter()),
+                "moments": {state["exp_avg"].dtype for state in worker.optimizer.state.values()},
+                "times": times[0],
+                "adapter": before,
+                "trainable": len(list(trainable_parameters(worker.transformer))),
+            }
+            worker.close()
+        return seen
+
+    def agreement(self) -> dict[str, Any]:
+        worker = self.adapted(training__optimizer__lr=1e-2)
+        before = worker.check_ranks_agree(worker.adapter(), policy_version=0)
+        worker.update([self.items()], rollout_id=0)
+        adapter = worker.adapter()
+        seen = {"before": before, "after": worker.check_ranks_agree(adapter, policy_version=1)}
+        if self.rank == 1:
+            next(iter(adapter.values())).view(-1)[0] += 1e-7
+        seen["error"] = error_of(lambda: worker.check_ranks_agree(adapter, policy_version=1))
+        worker.close()
+        return seen
+
+    def resume(self) -> dict[str, Any]:
+        changes: dict[str, Any] = {
+            "training__optimizer__lr": 1e-2,
+            "training__optimizer__schedule": "cosine",
+            "training__optimizer__warmup_steps": 1,
+            "training__optimizer__weight_decay": 0.1,
+            "training__optimizer__max_grad_norm": 1e-3,
+            "num_rollouts": 4,
+        }
+        first = self.adapted(**changes)
+        rates = [first.update([self.items()], rollout_id=n)["train/lr"] for n in range(2)]
+        torch.manual_seed(100 + self.rank)
+        folder = self.folder / "checkpoint"
+        first.save_checkpoint(folder, rollout_id=2)
+        saved = state_of(first)
+        continued = first.update([self.items()], rollout_id=2)
+        after = state_of(first)
+        first.close()
+        second = self.adapted(**changes, model__init_adapter=None)
+        second.load_checkpoint(folder)
+        loaded = state_of(second)
+        again = second.update([self.items()], rollout_id=2)
+        seen = {"saved": saved, "loaded": loaded, "continued": continued, "again": again, "rates": rates}
+        seen |= {"after": after, "after_again": state_of(second)}
+        second.close()
+        other = self.worker(model__lora_rank=8)
+        seen["other rank"] = error_of(lambda: other.load_checkpoint(folder))
+        seen["nothing"] = error_of(lambda: other.load_checkpoint(self.folder / "nowhere"))
+        other.close()
+        return seen
+
+    def export(self) -> dict[str, Any]:
+        worker = self.worker()
+        for _, parameter in trainable_parameters(worker.transformer):
+            parameter.data.to_local().fill_(self.rank + 1)
+        worker.export(self.folder / "exported")
+        worker.close()
+        return {}
+
+    def refusals(self) -> dict[str, Any]:
+        """Updates that must be refused, each on all ranks and without moving a weight."""
+
+        def wrong_log_prob(item: TrainItem) -> TrainItem:
+            old = item.trajectory
+            return replace(item, trajectory=replace(old, log_probs=old.log_probs + (0.01 if self.rank == 1 else 0.0)))
+
+        def nan_log_prob(item: TrainItem) -> TrainItem:
+            old = item.trajectory
+            return replace(item, trajectory=replace(old, log_probs=old.log_probs * float("nan")))
+
+        def other_grid(item: TrainItem) -> TrainItem:
+            return replace(item, trajectory=replace(item.trajectory, sigmas=shifted_sigmas(6, 4.9).numpy()))
+
+        def other_image(item: TrainItem) -> TrainItem:
+            latent = item.conditioning.condition_latent
+            return replace(item, conditioning=replace(item.conditioning, condition_latent=latent[..., ::-1].copy()))
+
+        def nan_advantage(item: TrainItem) -> TrainItem:
+            return replace(item, advantage=float("nan")) if self.rank == 1 else item
+
+        kinds: dict[str, Callable[[TrainItem], TrainItem]] = {
+            "wrong log-prob": wrong_log_prob,
+            "nan log-prob": nan_log_prob,
+            "other grid": other_grid,
+            "other image": other_image,
+            "nan advantage": nan_advantage,
+        }
+        seen = {}
+        for name, spoil in kinds.items():
+            worker = self.worker(training__optimizer__lr=0.1, algorithm__max_log_prob_gap=1e-4)
+            seen[name] = self._refusal(worker, [spoil(item) for item in self.items()])
+        worker = self.worker(training__optimizer__lr=0.1, algorithm__max_log_prob_gap=1e-4)
+        with torch.no_grad():
+            name, parameter = next((n, p) for n, p in trainable_parameters(worker.transformer) if "lora_B" in n)
+            parameter.data.to_local().fill_(0.05)
+        seen["perturbed adapter"] = {**self._refusal(worker, self.items()), "tensor": name}
+        return seen
+
+    def _refusal(self, worker: TrainingWorker, items: list[TrainItem]) -> dict[str, Any]:
+        before = worker.adapter()
+        error = error_of(lambda: worker.update([items], rollout_id=0))
+        seen = {"error": error, "moved": moved(before, worker.adapter())}
+        worker.close()
+        return seen
+
+
+def error_of(call: Callable[[], Any]) -> str | None:
+    """``Class: message`` of the project's error that ``call`` raises, or None."""
+    try:
+        call()
+    except MilesWanError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+
+
+def state_of(worker: TrainingWorker) -> dict[str, Any]:
+    """This rank's whole training state: weights, Adam's moments and step counts, schedule, random state."""
+    named = list(trainable_parameters(worker.transformer))
+    return {
+        "weights": {name: p.detach().to_local().clone() for name, p in named},
+        "moments": {
+            (name, key): (value.to_local() if hasattr(value, "to_local") else value).clone()
+            for name, p in named
+            for key, value in worker.optimizer.state[p].items()
+        },
+        "scheduler": {k: v for k, v in worker.scheduler.state_dict().items() if k != "lr_lambdas"},
+        "lr": [group["lr"] for group in worker.optimizer.param_groups],
+        "random": torch.get_rng_state(),
+    }
+
+
+def main() -> None:
+    rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    scenarios = Scenarios(rank, world_size, folder)
+    names = sys.argv[4:] or ["sharding", "parity", "gradients", "agreement", "resume", "export", "refusals"]
+    torch.save({name: getattr(scenarios, name)() for name in names}, folder / f"results_{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

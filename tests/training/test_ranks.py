@@ -1,0 +1,279 @@
+"""Two real FSDP2 ranks over gloo: parity with the engine, gradients, checkpoints, export, refusals."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from golden_data import GOLDEN, padded_embeds, ti2v_rollout, write_model_folder
+from peft import LoraConfig
+from ranks import ITEMS
+from safetensors.torch import load_file
+from torch import Tensor
+
+from miles_wan.wan.lora import save_adapter
+
+pytestmark = pytest.mark.e2e
+
+RANK, ALPHA = 4, 6  # their ratio is not 1
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+
+
+def plain_transformer(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The golden transformer with adapters by peft alone."""
+    model = WanTransformer3DModel.from_config(WanTransformer3DModel.load_config(GOLDEN / "tiny_ti2v_transformer_config.json"))
+    model.load_state_dict(load_file(GOLDEN / "tiny_ti2v_transformer.safetensors"))
+    model.requires_grad_(False)
+    model.add_adapter(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
+    return model.to(dtype)
+
+
+def plain_adapter(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Any:
+    """What both ranks saw, in one run of all scenarios."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_model_folder(folder / "model")
+    generator = torch.Generator().manual_seed(3)
+    adapter = {
+        name: torch.randn(p.shape, generator=generator) * (0.1 if "lora_B" in name else 0.2)
+        for name, p in plain_adapter(plain_transformer()).items()
+    }
+    save_adapter(folder / "adapter", adapter, rank=RANK, alpha=ALPHA)
+    path = os.pathsep.join([str(GOLDEN.parent), os.environ.get("PYTHONPATH", "")])
+    processes, logs = [], []
+    for rank in range(2):
+        logs.append((folder / f"log_{rank}").open("w+"))
+        command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(rank), "2", str(folder)]
+        environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+        processes.append(subprocess.Popen(command, stdout=logs[-1], stderr=subprocess.STDOUT, env=environment))
+    try:
+        codes = [process.wait(timeout=600) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, code in enumerate(codes):
+        logs[rank].seek(0)
+        assert code == 0, f"rank {rank}: {logs[rank].read()[-4000:]}"
+    seen = [torch.load(folder / f"results_{rank}.pt", weights_only=False) for rank in range(2)]
+    return SimpleNamespace(ranks=seen, folder=folder, adapter=adapter)
+
+
+def relative(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    difference = sum(float((actual[n].double() - expected[n].double()).square().sum()) for n in expected)
+    return math.sqrt(difference / sum(float(g.double().square().sum()) for g in expected.values()))
+
+
+def reference_gradients(adapter: dict[str, Tensor], *, guidance: float = 3.0, kl_beta: float = 0.0) -> dict[str, Tensor]:
+    """Gradients of the mean objective over both ranks' pairs: one process, no sharding, the formulas written out."""
+    rollout, eta = ti2v_rollout(), 0.7
+    model = plain_transformer()
+    with torch.no_grad():
+        for name, parameter in plain_adapter(model).items():
+            parameter.copy_(adapter[name])
+    latents, sigmas = rollout["trajectory.latents"], rollout["trajectory.sigmas"]
+    prompt, negative = padded_embeds("prompt_embeds")[None], padded_embeds("negative_prompt_embeds")[None]
+    losses = []
+
+    def mean_of(k: int) -> Tensor:
+        x, s, n = latents[k][None], sigmas[k], sigmas[k + 1]
+        frames, height, width = x.shape[2:]
+        tokens = height * width // 4
+        time = torch.cat([torch.zeros(tokens), torch.full(((frames - 1) * tokens,), float(1000 * s))])[None]
+
+        def velocity(text: Tensor) -> Tensor:
+            return model(hidden_states=x, timestep=time, encoder_hidden_states=text, return_dict=False)[0]
+
+        v = velocity(prompt)
+        if guidance > 1:
+            v_neg = velocity(negative)
+            v = v_neg + guidance * (v - v_neg)
+        g2, d = eta**2 * s / (1 - (sigmas[1] if s == 1 else s)), n - s
+        return x * (1 + g2 * d / (2 * s)) + v * (1 + g2 * (1 - s) / (2 * s)) * d
+
+    for steps, advantage in (item for rank in ITEMS for item in ITEMS[rank]):
+        for k in steps:
+            s, d = sigmas[k], sigmas[k + 1] - sigmas[k]
+            std = eta * torch.sqrt(s / (1 - (sigmas[1] if s == 1 else s))) * torch.sqrt(-d)
+            mean = mean_of(k)[:, :, 1:]
+            density = torch.distributions.Normal(mean, std).log_prob(latents[k + 1][None, :, 1:]).mean()
+            ratio = torch.exp(density - rollout["log_probs.first_frame_masked"][k])
+            loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.5, 1.5))
+            if kl_beta:
+                model.disable_adapters()
+                with torch.no_grad():
+                    base = mean_of(k)[:, :, 1:]
+                model.enable_adapters()
+                loss = loss + kl_beta * ((mean - base) ** 2 / (2 * std**2)).mean()
+            losses.append(loss)
+    torch.stack(losses).mean().backward()
+    return {name: parameter.grad for name, parameter in plain_adapter(model).items()}
+
+
+def test_parameters_are_split_over_the_ranks(results):
+    total = results.ranks[0]["sharding"]["report"].total_parameters
+    assert sum(rank["sharding"]["local"] for rank in results.ranks) == total
+    assert all(rank["sharding"]["local"] < 0.6 * total for rank in results.ranks)
+    assert all(rank["sharding"]["sharded_blocks"] == 2 for rank in results.ranks)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_sharded_forward_gives_the_engines_log_probs_before_any_update(results, steps):
+    metrics = results.ranks[0]["parity"][steps]["metrics"]
+    assert metrics["train/log_prob_gap_max"] <= 1e-5
+    assert metrics["train/log_prob_gap_mean"] <= metrics["train/log_prob_gap_max"]
+    assert metrics["train/ratio_minus_one_max_before_update"] <= 1e-5
+    assert metrics["train/log_prob_pairs"] == sum(len(kept) for rank in ITEMS for kept, _ in ITEMS[rank])
+    assert metrics["train/optimizer_steps"] == steps
+    # A large rate: pairs of the second step, compared after the first one, would show a gap.
+    assert results.ranks[0]["parity"][steps]["moved"]
+
+
+def test_metrics_are_equal_on_all_ranks(results):
+    first, second = (rank["gradients"]["kl"]["metrics"] for rank in results.ranks)
+    assert first == second
+    weights = [abs(advantage) for rank in ITEMS for kept, advantage in ITEMS[rank] for _ in kept]
+    assert first["train/advantage_abs_mean"] == pytest.approx(sum(weights) / len(weights))
+    assert first["train/kl"] > 0
+    assert first["train/loss"] == pytest.approx(first["train/policy_loss"] + 0.3 * first["train/kl"], rel=1e-6)
+
+
+@pytest.mark.parametrize("case", ["micro 1", "micro 2", "micro 4", "checkpointing", "kl negligible"])
+def test_gradients_are_those_of_one_process_with_all_the_data(results, case):
+    expected = reference_gradients(results.adapter)
+    assert all(bool((gradient != 0).any()) for gradient in expected.values())
+    for rank in results.ranks:
+        assert relative(rank["gradients"][case]["gradients"], expected) <= 1e-5
+
+
+def test_gradients_without_guidance(results):
+    expected = reference_gradients(results.adapter, guidance=1.0)
+    assert relative(results.ranks[0]["gradients"]["no guidance"]["gradients"], expected) <= 1e-5
+
+
+@pytest.mark.parametrize("case", ["kl", "kl checkpointing"])
+def test_gradients_with_the_kl_to_the_base(results, case):
+    expected = reference_gradients(results.adapter, kl_beta=0.3)
+    assert relative(results.ranks[0]["gradients"][case]["gradients"], expected) <= 1e-5
+    assert relative(expected, reference_gradients(results.adapter)) > 1e-3
+
+
+def test_the_reference_pass_leaves_gradients_and_adapters_as_they_are(results):
+    for rank in results.ranks:
+        without, with_pass = rank["gradients"]["micro 2"], rank["gradients"]["kl negligible"]
+        assert relative(with_pass["gradients"], without["gradients"]) <= 1e-6
+        assert with_pass["trainable"] == without["trainable"] == len(results.adapter)
+
+
+@pytest.mark.parametrize(("plain", "recomputed"), [("micro 2", "checkpointing"), ("bf16", "bf16 checkpointing")])
+def test_activation_checkpointing_leaves_gradients_as_they_are(results, plain, recomputed):
+    for rank in results.ranks:
+        gradients = rank["gradients"]
+        assert relative(gradients[recomputed]["gradients"], gradients[plain]["gradients"]) <= 1e-6
+
+
+def test_a_bf16_base_keeps_float32_adapters_that_move_at_a_small_rate(results):
+    for rank in results.ranks:
+        seen = rank["gradients"]["bf16"]
+        assert seen["moved"] == set(results.adapter)  # lr 1e-5: less than half a bf16 step of most weights
+        assert {tensor.dtype for tensor in seen["adapter"].values()} == {torch.float32}
+        assert {gradient.dtype for gradient in seen["gradients"].values()} == {torch.float32}
+        assert seen["moments"] == {torch.float32}
+
+
+def test_bf16_does_not_round_the_timesteps(results):
+    sigmas = ti2v_rollout()["trajectory.sigmas"]
+    for rank, items in ITEMS.items():
+        times = results.ranks[rank]["gradients"]["bf16"]["times"]
+        assert times.dtype == torch.float32
+        assert set(times.flatten().tolist()) == {0.0, *((sigmas[k] * 1000).item() for k in items[0][0])}
+    # What the arithmetic of bf16 costs; rounded timesteps cost more than ten times that.
+    assert relative(results.ranks[0]["gradients"]["bf16"]["gradients"], reference_gradients(results.adapter)) < 0.04
+
+
+def test_ranks_hold_one_adapter_after_an_update_with_different_data(results):
+    first, second = (rank["agreement"] for rank in results.ranks)
+    assert first["before"] == second["before"]
+    assert first["after"] == second["after"]
+    assert first["before"] != first["after"]
+    for seen in (first, second):
+        assert "ranks hold different adapters" in seen["error"]
+
+
+def equal_states(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    tensors = [(a, second[group][key]) for group in ("weights", "moments") for key, a in first[group].items()]
+    return (
+        all(torch.equal(a, b) for a, b in tensors)
+        and first["scheduler"] == second["scheduler"]
+        and first["lr"] == second["lr"]
+    )
+
+
+def test_a_checkpoint_restores_weights_moments_schedule_and_random_state_bitwise(results):
+    for rank in results.ranks:
+        seen = rank["resume"]
+        assert equal_states(seen["saved"], seen["loaded"])
+        assert torch.equal(seen["saved"]["random"], seen["loaded"]["random"])
+        assert not equal_states(seen["saved"], seen["after"])
+        assert {float(v) for (_, key), v in seen["loaded"]["moments"].items() if key == "step"} == {2.0}
+    assert not torch.equal(*(rank["resume"]["loaded"]["random"] for rank in results.ranks))
+
+
+def test_a_resumed_worker_goes_on_as_if_never_stopped(results):
+    for rank in results.ranks:
+        seen = rank["resume"]
+        assert seen["again"] == seen["continued"]
+        assert equal_states(seen["after"], seen["after_again"])
+
+
+def test_the_logged_rate_is_the_one_that_was_used(results):
+    # Warm-up of one step from 0, then a cosine over the remaining three: step 1 is at its start.
+    assert results.ranks[0]["resume"]["rates"] == pytest.approx([0.0, 1e-2])
+    half = 1e-2 * 0.5 * (1 + math.cos(math.pi / 3))
+    assert results.ranks[0]["resume"]["continued"]["train/lr"] == pytest.approx(half)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_with_the_remedy(results):
+    for rank in results.ranks:
+        for case in ("other rank", "nothing"):
+            assert rank["resume"][case].startswith("CheckpointError: could not read the checkpoint")
+            assert "Resume with the configuration it was written with" in rank["resume"][case]
+
+
+def test_an_export_holds_the_rows_of_both_ranks(results):
+    stored = load_file(results.folder / "exported" / "pytorch_lora_weights.safetensors")
+    assert len(stored) == len(results.adapter)
+    for name, tensor in stored.items():
+        assert tensor.shape == results.adapter[name.removeprefix("transformer.")].shape
+        half = len(tensor) // 2
+        assert bool((tensor[:half] == 1).all())
+        assert bool((tensor[half:] == 2).all())
+
+
+@pytest.mark.parametrize("case", ["wrong log-prob", "nan log-prob", "other grid", "other image", "perturbed adapter"])
+def test_a_gap_above_the_bound_stops_every_rank_before_a_weight_moves(results, case):
+    for rank in results.ranks:
+        seen = rank["refusals"][case]
+        assert seen["error"] is not None
+        assert seen["error"].startswith("ParityError: engine and trainer differ by")
+        assert "max_log_prob_gap = 0.0001" in seen["error"]
+        assert not seen["moved"]
+
+
+def test_a_gradient_that_is_not_finite_is_refused(results):
+    for rank in results.ranks:
+        seen = rank["refusals"]["nan advantage"]
+        assert seen["error"].startswith("MilesWanError: the gradient norm is nan in rollout 0")
+        assert not seen["moved"]
