@@ -1,6 +1,7 @@
 # make setup   a .venv in this folder with everything the project needs
 # make demo    the main job on a tiny checkpoint, on this machine's CPU
 # make test    lint, type check and the whole test suite
+# make test-kills  kill and resume at every injected point (half an hour)
 # make evidence  seeds 0, 1, 2 with true, flipped and zero learning signal (hours)
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 DEMO ?= runs/demo
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint evidence clean
+.PHONY: setup demo test lint test-kills evidence clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -31,6 +32,9 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-kills: setup
+	MILES_WAN_ALL_KILL_POINTS=1 $(BIN)/python -m pytest tests/e2e/test_kill_and_resume.py
 
 evidence: setup
 	$(BIN)/python benchmarks/evidence.py --out runs/evidence

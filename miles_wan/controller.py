@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 from typing import Any, Protocol
 
@@ -174,7 +174,9 @@ class Controller:
         with parts.track.phase(phase, total=total, unit="videos"):
             for sample in parts.rollouts.generate(requests):
                 parts.scorer.submit(sample)
-                samples.append(sample)
+                # Frames are large: only those that will be written stay; the reward workers hold theirs until scored.
+                kept = validation and sample.group_index < self._config.eval.save_videos
+                samples.append(sample if kept else replace(sample, frames=None))
                 parts.track.advance()
         with parts.track.phase("score"):
             scores, busy_seconds = parts.scorer.collect()

@@ -151,7 +151,7 @@ def run(config: Config) -> None:
     state = RunState(**found[1]["run"]) if found else RunState()
     train = load_records(config.data.train).records
     validation = load_records(config.data.eval).records if config.data.eval is not None else ()
-    resume_step = state.finished if config.resume is not None else None
+    resume_step = state.finished if found else None
     with Tracker(output_dir, total_rollouts=config.num_rollouts, resume_step=resume_step) as tracker:
         actors = Actors(config, plan_layout(config), init_method=f"file://{_rendezvous(output_dir)}")
         try:

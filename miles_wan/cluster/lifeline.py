@@ -82,7 +82,10 @@ def remove_leftovers(run_id: str, folder: Path, *, pids: set[int], shared_memory
     for entry in shared_memory.glob("*"):
         maker = entry.name.split("_")[1] if entry.name.startswith("torch_") else ""
         if run_id in entry.name or (maker.isdigit() and int(maker) in pids):
-            entry.unlink(missing_ok=True)
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
 
 
 def _wait_until_gone(find: Finder, seconds: float, *, hurry: Callable[[], bool]) -> None:

@@ -52,6 +52,10 @@ _QUIET = {
     "RAY_prestart_worker_first_driver": "0",
     # Launched with `uv run`, Ray would rebuild the environment for every worker.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # A machine that is busy loading models is not a dead node.
+    "RAY_health_check_failure_threshold": "40",
+    "RAY_agent_register_timeout_ms": "180000",
+    "RAY_worker_register_timeout_seconds": "180",
     # A driver gets this long between SIGTERM and SIGKILL.
     "RAY_JOB_STOP_WAIT_TIME_S": "10",
     # On SIGTERM a head would wait for its node to drain; the run is over by then.
@@ -133,11 +137,11 @@ class LocalRay:
             try:
                 self._start()
                 self._wait_until_ready(started + self.start_timeout)
-            except _PortTakenError:
+            except _TransientStartError:
                 self.stop()
                 if attempt == START_ATTEMPTS:
                     raise
-                logger.warning("a port was taken by another process; starting Ray again")
+                logger.warning("Ray did not start; trying again (see %s)", self.log_path)
             except BaseException:
                 self.stop()
                 raise
@@ -264,26 +268,27 @@ class LocalRay:
         return environment
 
     def _wait_until_ready(self, deadline: float) -> None:
+        """``ray start`` writes the address file when all its parts have registered; the job API may be up before."""
         headers = {"Authorization": f"Bearer {self._token}"}
+        address_file = self.folder / "ray_current_cluster"
         with httpx.Client(base_url=self.dashboard_url, headers=headers, timeout=5.0, trust_env=False) as client:
-            while time.monotonic() < deadline:
+            while not (address_file.exists() and _serves_jobs(client)):
                 if self._interrupted():
                     raise StartInterruptedError("stopped while Ray was starting")
-                assert self._process is not None
-                if self._process.poll() is not None:
-                    tail = self.log_tail()
-                    kind = _PortTakenError if "already occupied" in tail or "in use" in tail else MilesWanError
-                    raise kind(f"Ray did not start; the end of {self.log_path}:\n{tail}")
-                if _serves_jobs(client):
-                    return
+                if self._process is None or self._process.poll() is not None:
+                    raise self._start_error("Ray did not start")
+                if time.monotonic() > deadline:
+                    raise self._start_error(f"Ray did not start within {self.start_timeout:.0f} s")
                 time.sleep(0.2)
-        raise MilesWanError(
-            f"Ray did not start within {self.start_timeout:.0f} s; the end of {self.log_path}:\n{self.log_tail()}"
-        )
+
+    def _start_error(self, what: str) -> MilesWanError:
+        tail = self.log_tail()
+        transient = any(sign in tail for sign in ("already occupied", "in use", "timed out during startup"))
+        return (_TransientStartError if transient else MilesWanError)(f"{what}; the end of {self.log_path}:\n{tail}")
 
 
-class _PortTakenError(MilesWanError):
-    """Another process was faster with a port; another try takes another."""
+class _TransientStartError(MilesWanError):
+    """Another process was faster with a port, or the machine too busy; another try may do."""
 
 
 def _loopback_without_proxy(environment: Mapping[str, str]) -> dict[str, str]:

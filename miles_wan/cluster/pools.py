@@ -90,20 +90,21 @@ class RewardPool:
         size = self._batch_size
         self._batches = [keys[start : start + size] for start in range(0, len(keys), size)]
         self._batch_of = {key: number for number, batch in enumerate(self._batches) for key in batch}
-        self._arrived: dict[tuple[int, int], Sample] = {}
+        self._waiting: dict[int, dict[tuple[int, int], Sample]] = {number: {} for number in range(len(self._batches))}
         self._calls: dict[int, Any] = {}
         self._validation = validation
 
     def submit(self, sample: Sample) -> None:
         """Take a finished sample; its batch starts when it is full."""
         key = (sample.group_index, sample.sample_index)
-        self._arrived[key] = sample
         number = self._batch_of[key]
-        members = self._batches[number]
-        if all(member in self._arrived for member in members):
-            batch = [self._input(self._arrived[member]) for member in members]
+        waiting = self._waiting[number]
+        waiting[key] = sample
+        if len(waiting) == len(self._batches[number]):
+            batch = [self._input(waiting[member]) for member in self._batches[number]]
             worker = self._workers[number % len(self._workers)]
             self._calls[number] = worker.score.remote(batch, self._validation)
+            waiting.clear()
 
     def collect(self) -> tuple[dict[tuple[int, int], Score], float]:
         """Wait for everything submitted. Returns scores by (group_index, sample_index) and the workers' busy seconds."""
@@ -113,7 +114,7 @@ class RewardPool:
         for number, (batch_scores, seconds) in zip(self._calls, results, strict=True):
             scores.update(zip(self._batches[number], batch_scores, strict=True))
             busy += seconds
-        self._arrived.clear()
+        self._calls.clear()
         return scores, busy
 
     def _input(self, sample: Sample) -> RewardInput:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from diffusers import WanTransformer3DModel
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.futures import Future
 from torch.optim import Optimizer
@@ -19,6 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from miles_wan.errors import CheckpointError
 from miles_wan.faults import reach
+
+# torch's CheckpointException is a BaseException: ``except Exception`` alone would let it through.
+FAILURES = (Exception, CheckpointException)
 
 
 class TrainingState:
@@ -74,8 +78,10 @@ def save(
     state = {"training": TrainingState(transformer, optimizer, scheduler)}
     try:
         dcp.save(state, storage_writer=_Writer(directory, rollout_id=rollout_id))
-    except Exception as error:
-        raise CheckpointError(f"could not write the checkpoint {directory}: {error}; free space and resume") from error
+    except FAILURES as error:
+        raise CheckpointError(
+            f"could not write the checkpoint {directory}: {_reason(error)}; free space and resume"
+        ) from error
 
 
 def load(directory: Path, transformer: WanTransformer3DModel, optimizer: Optimizer, scheduler: LRScheduler) -> None:
@@ -87,8 +93,16 @@ def load(directory: Path, transformer: WanTransformer3DModel, optimizer: Optimiz
     state = {"training": TrainingState(transformer, optimizer, scheduler)}
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
-    except Exception as error:
+    except FAILURES as error:
         raise CheckpointError(
-            f"could not read the checkpoint {directory}: {error}. Resume with the configuration it was written with, "
+            f"could not read the checkpoint {directory}: {_reason(error)}. Resume with the configuration it was written with, "
             "or remove this folder to go back to the one before."
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """One line: of all ranks' failures (which print as tracebacks) the first."""
+    if isinstance(error, CheckpointException):
+        rank, (first, _) = min(error.failures.items())
+        return f"rank {rank}: {type(first).__name__}: {first}"
+    return str(error)

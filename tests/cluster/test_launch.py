@@ -16,6 +16,7 @@ import yaml
 
 from miles_wan.cluster import lifeline
 from miles_wan.cluster.launch import main, output_lock
+from miles_wan.config import Config
 from miles_wan.errors import InputError
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "run_diffusion_grpo_wan22_ti2v.py"
@@ -58,7 +59,7 @@ time.sleep(600)
 FOREVER = ("-c", "import time; time.sleep(600)")
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 90.0) -> float:
+def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> float:
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < seconds, "timed out"
@@ -69,10 +70,9 @@ def wait_for(condition: Callable[[], object], seconds: float = 90.0) -> float:
 class Run:
     """A launcher in a process of its own, with what is known of its driver."""
 
-    def __init__(self, output: Path, *command: str) -> None:
+    def __init__(self, output: Path, *command: str, name: str = "run") -> None:
         self.output = output
-        self.facts = output.parent / f"{output.name}.facts"
-        self.facts.unlink(missing_ok=True)
+        self.facts = output.parent / f"{name}.facts"
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, str(output), sys.executable, *command],
             stdout=subprocess.PIPE,
@@ -83,7 +83,7 @@ class Run:
     @classmethod
     def with_engine(cls, output: Path, *flags: str) -> Run:
         """Returns when the driver's engine is up."""
-        run = cls(output, "-c", DRIVER, str(output.parent / f"{output.name}.facts"), *flags)
+        run = cls(output, "-c", DRIVER, str(output.parent / "run.facts"), *flags)
         wait_for(lambda: run.facts.exists() and run.facts.read_text().count(" ") == 2)
         return run
 
@@ -98,6 +98,10 @@ class Run:
     @property
     def server(self) -> int:
         return int(self.facts.read_text().split()[2])
+
+    def lines_with_times(self) -> dict[str, float]:
+        assert self.process.stdout is not None
+        return {line.decode().strip(): time.monotonic() for line in self.process.stdout}
 
     def assert_nothing_is_left(self) -> None:
         assert lifeline.members(self.run_id) == []
@@ -118,25 +122,11 @@ def runs(tmp_path: Path) -> Iterator[list[Run]]:
 
 
 @pytest.mark.e2e
-def test_the_drivers_output_and_exit_code_come_out_and_its_logs_stay(tmp_path: Path) -> None:
-    code = "import sys, time; print('one', 1, flush=True); time.sleep(3); print('two', 2); sys.exit(3)"
-    run = Run(tmp_path / "out", "-c", code)
-    assert run.process.stdout is not None
-    seen = {}
-    for line in run.process.stdout:
-        seen[line.decode().strip()] = time.monotonic()
-    assert run.process.wait(60) == 3
-    assert seen["two 2"] - seen["one 1"] > 1, "the log is shown while the job runs, not at its end"
-    assert "two 2" in (run.output / "logs" / "driver.log").read_text()
-    assert (run.output / "logs" / "ray" / "raylet.out").exists()
-
-
-@pytest.mark.e2e
 def test_ctrl_c_stops_the_job_and_everything_it_started(tmp_path: Path, runs: list[Run]) -> None:
     run = Run.with_engine(tmp_path / "out")
     runs.append(run)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
-    assert run.process.wait(45) == 128 + signal.SIGINT
+    assert run.process.wait(120) == 128 + signal.SIGINT
     run.assert_nothing_is_left()
 
 
@@ -149,7 +139,7 @@ def test_sigterm_stops_too_and_a_second_signal_does_not_wait_for_a_deaf_driver(t
     assert run.process.poll() is None, "the driver is given time"
     assert psutil.pid_exists(run.driver)
     run.process.terminate()
-    assert run.process.wait(20) == 128 + signal.SIGTERM
+    assert run.process.wait(60) == 128 + signal.SIGTERM
     run.assert_nothing_is_left()
 
 
@@ -161,13 +151,17 @@ def test_after_sigkill_of_the_launcher_all_ends_within_a_minute_and_the_next_run
     runs.append(first)
     first.process.kill()
     first.process.wait()
-    second = Run(tmp_path / "out", "-c", f"import os; print('server', os.path.exists('/proc/{first.server}'))")
+    code = f"import os, sys, time; print('server', os.path.exists('/proc/{first.server}'), flush=True); "
+    second = Run(tmp_path / "out", "-c", code + "time.sleep(3); print('two', 2); sys.exit(3)", name="second")
     wait_for(lambda: not lifeline.members(first.run_id), 60)
     wait_for(lambda: not list(Path("/tmp").glob(f"{first.run_id}*")), 5)
     first.assert_nothing_is_left()
-    output, _ = second.process.communicate(timeout=90)
-    assert second.process.returncode == 0, output.decode()
-    assert "server False" in output.decode()
+
+    seen = second.lines_with_times()
+    assert second.process.wait(120) == 3, "the driver's exit code"
+    assert seen["two 2"] - seen["server False"] > 1, "the log is shown while the job runs, not at its end"
+    assert "two 2" in (second.output / "logs" / "driver.log").read_text()
+    assert (second.output / "logs" / "ray" / "raylet.out").exists()
 
 
 @pytest.mark.e2e
@@ -175,7 +169,7 @@ def test_after_sigkill_of_the_driver_the_launcher_ends_the_rest_and_says_so(tmp_
     run = Run.with_engine(tmp_path / "out")
     runs.append(run)
     os.kill(run.driver, signal.SIGKILL)
-    output, _ = run.process.communicate(timeout=60)
+    output, _ = run.process.communicate(timeout=120)
     assert run.process.returncode == 128 + signal.SIGKILL
     assert "ended by signal 9; --resume latest" in output.decode()
     run.assert_nothing_is_left()
@@ -184,7 +178,7 @@ def test_after_sigkill_of_the_driver_the_launcher_ends_the_rest_and_says_so(tmp_
 def test_a_second_run_in_the_same_folder_is_refused_by_name(tmp_path: Path) -> None:
     with output_lock(tmp_path):
         run = Run(tmp_path, *FOREVER)
-        output, _ = run.process.communicate(timeout=60)
+        output, _ = run.process.communicate(timeout=120)
         assert run.process.returncode != 0
         assert f"{tmp_path} is in use by the run with process id {os.getpid()}" in output.decode()
     with output_lock(tmp_path):
@@ -254,7 +248,7 @@ def test_all_faults_of_flags_recipe_and_overrides_are_told_together(
 def test_every_flag_reaches_its_place_in_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("rollout: {prompts_per_rollout: 4}\n")
-    seen = []
+    seen: list[Config] = []
     monkeypatch.setattr("miles_wan.cluster.launch._check", seen.append)
     monkeypatch.setattr("miles_wan.cluster.launch.launch", lambda config: 0)
     flags = {

@@ -86,7 +86,11 @@ def run_and_kill(arguments: Sequence[str], folder: Path, *, point: str) -> set[i
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Everything a run in ``folder`` has started, found by the run marker of its driver."""
     marker = next(
-        (mark for process in psutil.process_iter() if _is_driver(process) and str(folder) in _line(process) and (mark := _mark(process))),
+        (
+            mark
+            for process in psutil.process_iter()
+            if _is_driver(process) and str(folder) in _line(process) and (mark := _mark(process))
+        ),
         None,
     )
     return [process for process in psutil.process_iter() if marker is not None and _mark(process) == marker]

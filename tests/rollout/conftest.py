@@ -1,4 +1,4 @@
-"""What the rollout tests share: a tiny checkpoint, its transformer in diffusers, and one real server with all hooks."""
+"""What the rollout tests share: a record, the tiny transformer in diffusers, and one real server with all hooks."""
 
 from __future__ import annotations
 
@@ -15,28 +15,23 @@ from diffusers import WanTransformer3DModel
 from miles_wan.records import PromptRecord
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.rollout.sglang.settings import EngineSettings
-from miles_wan.tiny import TinyPaths, make_tiny
+from miles_wan.tiny import TinyPaths
 
 MODEL_ID = "Wan2.2-TI2V-5B-Diffusers"
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyPaths:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
-def record(tiny: TinyPaths) -> PromptRecord:
+def record(tiny_paths: TinyPaths) -> PromptRecord:
     """The first training record of the toy data set, with its first frame."""
-    line = json.loads(tiny.train_jsonl.read_text().splitlines()[0])
-    image = tiny.train_jsonl.parent / line["metadata"]["image_path"]
+    line = json.loads(tiny_paths.train_jsonl.read_text().splitlines()[0])
+    image = tiny_paths.train_jsonl.parent / line["metadata"]["image_path"]
     return PromptRecord(record_id="first", prompt=line["input"], image_path=str(image), source="train.jsonl:1")
 
 
 @pytest.fixture(scope="session")
-def transformer(tiny: TinyPaths) -> WanTransformer3DModel:
-    return WanTransformer3DModel.from_pretrained(tiny.model / "transformer", torch_dtype=torch.float32).eval()
+def transformer(tiny_paths: TinyPaths) -> WanTransformer3DModel:
+    return WanTransformer3DModel.from_pretrained(tiny_paths.model / "transformer", torch_dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")
@@ -62,9 +57,9 @@ def settings_for(model: Path, log_dir: Path, **changes: Any) -> EngineSettings:
 
 
 @pytest.fixture(scope="session")
-def engine(tiny: TinyPaths, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[SGLangEngine]:
+def engine(tiny_paths: TinyPaths, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[SGLangEngine]:
     """A real server: tensor parallel over two workers, float32, all hooks."""
-    engine = SGLangEngine(settings_for(tiny.model, tmp_path_factory.mktemp("engine")))
+    engine = SGLangEngine(settings_for(tiny_paths.model, tmp_path_factory.mktemp("engine")))
     engine.start()
     yield engine
     run(engine.close())

@@ -14,7 +14,9 @@ from miles_wan.records import Conditioning, PromptRecord, RolloutRequest, Sampli
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
 
-def make_request(record: PromptRecord, *, image: bool = True, seeds: tuple[int, ...] = (7,), **changes: Any) -> RolloutRequest:
+def make_request(
+    record: PromptRecord, *, image: bool = True, seeds: tuple[int, ...] = (7,), **changes: Any
+) -> RolloutRequest:
     """A request for 32x32x5 in 6 steps, the first two stochastic. ``changes`` go to the request or to its sampling."""
     sampling = SamplingSettings(
         width=32, height=32, num_frames=5, fps=8, num_inference_steps=6, guidance_scale=3.0, flow_shift=5.0
@@ -45,7 +47,9 @@ def velocity(model: Any, state: Tensor, sigma: float, conditioning: Conditioning
 
     def forward(embeds: Any) -> Tensor:
         inputs = torch.from_numpy(embeds)[None]
-        return model(hidden_states=state[None], timestep=timestep, encoder_hidden_states=inputs, return_dict=False)[0][0]
+        return model(hidden_states=state[None], timestep=timestep, encoder_hidden_states=inputs, return_dict=False)[0][
+            0
+        ]
 
     positive = forward(conditioning.prompt_embeds)
     if conditioning.negative_prompt_embeds is None:

@@ -71,12 +71,16 @@ def test_the_requested_size_is_honoured(
     assert output.frames.dtype == np.uint8
 
 
-def test_frames_are_the_decoded_last_state(engine: SGLangEngine, tiny: TinyPaths, record: PromptRecord, run: Any) -> None:
+def test_frames_are_the_decoded_last_state(
+    engine: SGLangEngine, tiny_paths: TinyPaths, record: PromptRecord, run: Any
+) -> None:
     answer = run(engine.generate_debug(make_request(record, stochastic_steps=(5,)), 0))
-    vae = AutoencoderKLWan.from_pretrained(tiny.model / "vae", torch_dtype=torch.float32)
+    vae = AutoencoderKLWan.from_pretrained(tiny_paths.model / "vae", torch_dtype=torch.float32)
     latent = torch.from_numpy(answer.states[6])[None]
     shape = (1, -1, 1, 1, 1)
-    latent = latent * torch.tensor(vae.config.latents_std).view(shape) + torch.tensor(vae.config.latents_mean).view(shape)
+    latent = latent * torch.tensor(vae.config.latents_std).view(shape) + torch.tensor(vae.config.latents_mean).view(
+        shape
+    )
     with torch.no_grad():
         video = vae.decode(latent).sample[0].clamp(-1, 1) / 2 + 0.5
     expected = (video * 255).permute(1, 2, 3, 0).numpy()
@@ -84,10 +88,10 @@ def test_frames_are_the_decoded_last_state(engine: SGLangEngine, tiny: TinyPaths
 
 
 def test_the_condition_latent_is_the_encoded_image(
-    engine: SGLangEngine, tiny: TinyPaths, record: PromptRecord, run: Any
+    engine: SGLangEngine, tiny_paths: TinyPaths, record: PromptRecord, run: Any
 ) -> None:
     output = run(engine.generate(make_request(record), 0, return_conditioning=True))
-    vae = AutoencoderKLWan.from_pretrained(tiny.model / "vae", torch_dtype=torch.float32)
+    vae = AutoencoderKLWan.from_pretrained(tiny_paths.model / "vae", torch_dtype=torch.float32)
     image = Image.open(record.image_path or "").convert("RGB").resize((32, 32), Image.Resampling.LANCZOS)
     pixels = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)[None, :, None] / 127.5 - 1
     with torch.no_grad():
@@ -125,7 +129,9 @@ def test_noise_is_that_of_a_cpu_generator_with_the_seed(engine: SGLangEngine, re
     np.testing.assert_array_equal(answer.debug.noises[1], second)
 
 
-def test_a_validation_video_has_no_noise_and_no_trajectory(engine: SGLangEngine, record: PromptRecord, run: Any) -> None:
+def test_a_validation_video_has_no_noise_and_no_trajectory(
+    engine: SGLangEngine, record: PromptRecord, run: Any
+) -> None:
     request = make_request(record, stochastic_steps=())
     output = run(engine.generate(request, 0))
     assert output.trajectory is None

@@ -56,7 +56,7 @@ def results(tmp_path_factory) -> Any:
     for rank in range(2):
         logs.append((folder / f"log_{rank}").open("w+"))
         command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(rank), "2", str(folder)]
-        environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen(command, stdout=logs[-1], stderr=subprocess.STDOUT, env=environment))
     try:
         codes = [process.wait(timeout=600) for process in processes]
@@ -65,7 +65,7 @@ def results(tmp_path_factory) -> Any:
             process.kill()
     for rank, code in enumerate(codes):
         logs[rank].seek(0)
-        assert code == 0, f"rank {rank}: {logs[rank].read()[-4000:]}"
+        assert code == 0, f"rank {rank}: {logs[rank].read()[-2000:]}"
     seen = [torch.load(folder / f"results_{rank}.pt", weights_only=False) for rank in range(2)]
     return SimpleNamespace(ranks=seen, folder=folder, adapter=adapter)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -21,7 +21,7 @@ from miles_wan.rollout.sglang.identity import PATH as IDENTITY_PATH
 from miles_wan.rollout.sglang.messages import Answer, SampleQuery, parse_answer, request_body
 from miles_wan.rollout.sglang.server import SGLangServer
 from miles_wan.rollout.sglang.settings import EngineSettings
-from miles_wan.rollout.sglang.weights import apply_adapter
+from miles_wan.rollout.sglang.weights import apply_adapter, engine_layer_names
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,10 @@ class SGLangEngine:
     async def apply_weights(self, push: WeightPush) -> SyncReport:
         """Replace the adapter and prove it. No rollout may be in flight. Raises WeightSyncError, EngineError."""
         return await apply_adapter(self._started, push)
+
+    async def layer_names(self, layers: Sequence[str]) -> Mapping[str, str]:
+        """The engine's own name of each layer of the diffusers transformer. Raises WeightSyncError."""
+        return await engine_layer_names(self._started, layers)
 
     async def identity(self) -> dict[str, Any]:
         """What the server says about itself. Raises EngineError if it is not the one that was started here."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,10 +42,13 @@ class SharedPayload:
     rank: int
     policy_version: int
     _buffer: Tensor | None = field(repr=False, default=None)
+    _file: Path | None = field(repr=False, default=None)
 
     def release(self) -> None:
         """Give the buffer back. The consumers must have copied it."""
         self._buffer = None
+        if self._file is not None:  # a handle that nobody opened still counts as a holder
+            self._file.unlink(missing_ok=True)
 
 
 def serialize_update(update: WeightUpdate, device: torch.device | str, *, consumers: int = 1) -> SharedPayload:
@@ -55,26 +59,27 @@ def serialize_update(update: WeightUpdate, device: torch.device | str, *, consum
     """
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    device = torch.device(device)
+    device, alpha = torch.device(device), _whole_alpha(update.alpha)
     tensors = checked_tensors(update)
     digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     bucket = FlattenedTensorBucket(named_tensors=[(name, tensor.to(device)) for name, tensor in tensors.items()])
     buffer = bucket.get_flattened_tensor()
     content = {update.target_module: {"flattened_tensor": buffer, "metadata": bucket.get_metadata()}}
     if device.type == "cpu":
-        texts = _share_on_cpu(content, buffer, consumers=consumers)
+        texts, file = _share_on_cpu(content, buffer, consumers=consumers)
     else:
-        texts = _share_on_cuda(content, consumers=consumers)
+        texts, file = _share_on_cuda(content, consumers=consumers), None
     return SharedPayload(
         target_module=update.target_module,
         texts=texts,
         device_uuid=None if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid),
         nbytes=buffer.numel(),
         digests=digests,
-        alpha=_whole_alpha(update.alpha),
+        alpha=alpha,
         rank=update.rank,
         policy_version=update.policy_version,
         _buffer=buffer,
+        _file=file,
     )
 
 
@@ -117,11 +122,14 @@ def _whole_alpha(alpha: float) -> int:
     return int(alpha)
 
 
-def _share_on_cpu(content: Mapping[str, Any], buffer: Tensor, *, consumers: int) -> tuple[str, ...]:
+def _share_on_cpu(content: Mapping[str, Any], buffer: Tensor, *, consumers: int) -> tuple[tuple[str, ...], Path]:
+    """Serialized handles, and the file that stands for the shared memory."""
     _start_shared_memory_helper()
     with _sharing_by_file_name():
         buffer.share_memory_()
-        return tuple(_serialize(content) for _ in range(consumers))
+        texts = tuple(_serialize(content) for _ in range(consumers))
+        name = buffer.untyped_storage()._share_filename_cpu_()[1].decode()
+    return texts, Path("/dev/shm") / name.lstrip("/")
 
 
 def _share_on_cuda(content: Mapping[str, Any], *, consumers: int) -> tuple[str, ...]:

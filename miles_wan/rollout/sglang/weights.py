@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from miles_wan.errors import WeightSyncError
 from miles_wan.rollout.base import SyncReport, WeightPush
@@ -27,7 +27,7 @@ async def apply_adapter(client: SGLangClient, push: WeightPush) -> SyncReport:
     """
     started = time.monotonic()
     layers = adapter_layers(push.digests)
-    names = await _engine_layers(client, layers)
+    names = await engine_layer_names(client, layers)
     await _send(client, push, num_layers=len(layers))
     await _confirm(client, push, names)
     return SyncReport(
@@ -62,7 +62,8 @@ def adapter_layers(tensor_names: Iterable[str]) -> tuple[str, ...]:
     return tuple(factors)
 
 
-async def _engine_layers(client: SGLangClient, layers: tuple[str, ...]) -> Mapping[str, str]:
+async def engine_layer_names(client: SGLangClient, layers: Sequence[str]) -> Mapping[str, str]:
+    """The engine's name of each diffusers layer, one to one. Raises WeightSyncError, EngineError."""
     response = await client.post(LAYER_NAMES_PATH, {"names": list(layers)})
     if response.status_code != 200:
         raise WeightSyncError(f"the engine gave no layer names: HTTP {response.status_code} {reason(response)}")
