@@ -276,7 +276,7 @@ def _take(descriptor: int, output_dir: Path) -> None:
     announced = False
     while not _lock(descriptor, output_dir):
         holder = os.pread(descriptor, 20, 0).decode().strip()
-        if holder.isdigit() and psutil.pid_exists(int(holder)):
+        if holder.isdigit() and _is_running(int(holder)):
             remedy = "wait for it, end it, or give another --output-dir"
             raise InputError([f"--output-dir {output_dir} is in use by the run with process id {holder}: {remedy}"])
         if time.monotonic() - started > PREVIOUS_RUN_SECONDS:
@@ -285,6 +285,13 @@ def _take(descriptor: int, output_dir: Path) -> None:
             logger.info("waiting for what the previous run (process id %s) left behind to end", holder)
             announced = True
         time.sleep(0.2)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def _lock(descriptor: int, output_dir: Path) -> bool:

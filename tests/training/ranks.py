@@ -26,6 +26,8 @@ from miles_wan.wan.lora import trainable_parameters
 # Every rank's items: (kept steps, advantage). Two samples of two kept steps each, different on either rank.
 ITEMS = {0: [((0, 1), 1.0), ((2, 3), -0.5)], 1: [((1, 2), 2.0), ((3, 4), -1.5)]}
 
+PERTURBED = "blocks.1.ffn.net.0.proj.lora_B.weight"
+
 
 def make_config(folder: Path, **changes: Any) -> Config:
     """The golden rollout's settings; ``changes`` are dotted."""
@@ -201,7 +203,7 @@ class Scenarios:
 
         def other_image(item: TrainItem) -> TrainItem:
             latent = item.conditioning.condition_latent
-            return replace(item, conditioning=replace(item.conditioning, condition_latent=latent[..., ::-1].copy()))
+            return replace(item, conditioning=replace(item.conditioning, condition_latent=-latent))
 
         def nan_advantage(item: TrainItem) -> TrainItem:
             return replace(item, advantage=float("nan")) if self.rank == 1 else item
@@ -219,9 +221,8 @@ class Scenarios:
             seen[name] = self._refusal(worker, [spoil(item) for item in self.items()])
         worker = self.worker(training__optimizer__lr=0.1, algorithm__max_log_prob_gap=1e-4)
         with torch.no_grad():
-            name, parameter = next((n, p) for n, p in trainable_parameters(worker.transformer) if "lora_B" in n)
-            parameter.data.to_local().fill_(0.05)
-        seen["perturbed adapter"] = {**self._refusal(worker, self.items()), "tensor": name}
+            dict(trainable_parameters(worker.transformer))[PERTURBED].data.to_local().fill_(1.0)
+        seen["perturbed adapter"] = self._refusal(worker, self.items())
         return seen
 
     def _refusal(self, worker: TrainingWorker, items: list[TrainItem]) -> dict[str, Any]:
