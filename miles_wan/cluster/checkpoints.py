@@ -18,6 +18,7 @@ from typing import Any
 
 from miles_wan.errors import CheckpointError
 from miles_wan.faults import reach
+from miles_wan.tracking.writing import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ class CheckpointStore:
             partial.mkdir(parents=True)
             write_shards(str(partial))
             reach("checkpoint/before_state", finished)
-            _write_synced(partial / STATE_FILE, json.dumps(state, indent=1))
+            with replacing(partial / STATE_FILE) as temporary:
+                temporary.write_text(json.dumps(state, indent=1))
             reach("checkpoint/before_commit", finished)
             if final.exists():
                 shutil.rmtree(final)
@@ -96,13 +98,6 @@ class CheckpointStore:
         for old in self.complete()[: -self._keep_last]:
             shutil.rmtree(old)
         return final
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
 
 
 def _sync_directory(path: Path) -> None:

@@ -34,6 +34,7 @@ from miles_wan.errors import InputError, MilesWanError
 logger = logging.getLogger(__name__)
 
 PREVIOUS_RUN_SECONDS = 60.0
+LIVE_RUN_SECONDS = 2.0  # a killed process exists for a moment longer
 
 
 def _flag(metavar: str) -> Any:
@@ -275,13 +276,14 @@ def _take(descriptor: int, output_dir: Path) -> None:
     started = time.monotonic()
     announced = False
     while not _lock(descriptor, output_dir):
+        waited = time.monotonic() - started
         holder = os.pread(descriptor, 20, 0).decode().strip()
-        if holder.isdigit() and _is_running(int(holder)):
+        if waited > LIVE_RUN_SECONDS and holder.isdigit() and _is_running(int(holder)):
             remedy = "wait for it, end it, or give another --output-dir"
             raise InputError([f"--output-dir {output_dir} is in use by the run with process id {holder}: {remedy}"])
-        if time.monotonic() - started > PREVIOUS_RUN_SECONDS:
+        if waited > PREVIOUS_RUN_SECONDS:
             raise InputError([f"--output-dir {output_dir}: the previous run (process id {holder}) has not ended yet"])
-        if not announced:
+        if waited > LIVE_RUN_SECONDS and not announced:
             logger.info("waiting for what the previous run (process id %s) left behind to end", holder)
             announced = True
         time.sleep(0.2)

@@ -160,6 +160,13 @@ class TrainingWorker:
                 f"algorithm.max_log_prob_gap = {bound:g}: they do not compute the same model. Check the last weight sync, "
                 "the precision of both sides (rollout.dtype, model.dtype) and the flow shift; no weight was changed."
             )
+        clip_range = self._config.algorithm.clip_range
+        if gap > clip_range and dist.get_rank() == 0:
+            logger.warning(
+                "engine and trainer differ by up to %.1e about a log-prob, more than algorithm.clip_range = %g: "
+                "clipping acts on numeric noise; raise it or the precision",
+                gap, clip_range,
+            )  # fmt: skip
         return metrics
 
     def _step(self, rollout_id: int) -> float:

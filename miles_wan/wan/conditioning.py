@@ -60,6 +60,6 @@ def build_model_input(
         raise ValueError("a first-frame condition needs a checkpoint with expand_timesteps (Wan2.2-TI2V)")
     if condition_latent is None:
         raise ValueError("a record with an image came without its first-frame latent: it would train as text-to-video")
-    hidden_states = (1 - mask) * condition_latent.to(latents.dtype) + mask * latents
+    hidden_states = torch.where(mask > 0, latents, condition_latent.to(latents.dtype))
     per_token = mask[:, 0, :, ::PATCH_H, ::PATCH_W] * timestep[:, None, None, None]
     return ModelInput(hidden_states, per_token.flatten(1), mask)

@@ -103,6 +103,8 @@ def save_adapter(directory: Path, tensors: Mapping[str, Tensor], *, rank: int, a
         "r": rank,
         "lora_alpha": alpha,
         "target_modules": _suffixes(tensors),
+        "rank_pattern": {},  # diffusers reads both without a default
+        "alpha_pattern": {},
         "lora_dropout": 0.0,
         "bias": "none",
     }
@@ -146,9 +148,7 @@ def load_adapter(transformer: WanTransformer3DModel, path: Path, *, rank: int, a
         if name in stored and stored[name].shape != own[name].shape
     ][:5]
     stored_alpha = metadata.get("transformer.lora_alpha", metadata.get("lora_alpha"))
-    if stored_alpha is not None and stored_alpha * rank != alpha * metadata.get(
-        "transformer.r", metadata.get("r", rank)
-    ):
+    if stored_alpha is not None and stored_alpha != alpha:
         faults.append(
             f"model.init_adapter: {file} was trained with alpha {stored_alpha}, model.lora_alpha is {alpha}; make them equal"
         )

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,7 +111,7 @@ class Run:
     def assert_nothing_is_left(self) -> None:
         assert lifeline.members(self.run_id) == []
         assert not is_running(self.server)
-        assert not list(Path("/tmp").glob(f"{self.run_id}*"))
+        assert not (Path(tempfile.gettempdir()) / self.run_id).exists()
         assert not list(Path("/dev/shm").glob(f"torch_{self.server}_*"))
 
 
@@ -122,7 +123,7 @@ def runs(tmp_path: Path) -> Iterator[list[Run]]:
         if run.process.poll() is None:
             run.process.kill()
         if run.facts.exists():
-            lifeline.end_members(run.run_id, grace=0)
+            wait_for(lambda run_id=run.run_id: not lifeline.members(run_id))  # type: ignore[misc]
 
 
 @pytest.mark.e2e
@@ -153,16 +154,20 @@ def test_after_sigkill_of_the_launcher_all_ends_within_a_minute_and_the_next_run
 ) -> None:
     first = Run.with_engine(tmp_path / "out", "deaf")
     runs.append(first)
+    folder = Path(tempfile.gettempdir()) / first.run_id
+    assert folder.exists()
     first.process.kill()  # and not waited for: its parent may take its time
-    code = f"import os, sys, time; print('server', os.path.exists('/proc/{first.server}'), flush=True); "
-    second = Run(tmp_path / "out", "-c", code + "time.sleep(3); print('two', 2); sys.exit(3)", name="second")
-    wait_for(lambda: not lifeline.members(first.run_id), 60)
-    wait_for(lambda: not list(Path("/tmp").glob(f"{first.run_id}*")), 5)
+    started = time.monotonic()
+    with output_lock(first.output):
+        assert not folder.exists(), "the lock was free before the killed run had ended"
+    assert time.monotonic() - started < 60
     first.assert_nothing_is_left()
 
+    code = "import sys, time; print('one', 1, flush=True); time.sleep(3); print('two', 2); sys.exit(3)"
+    second = Run(first.output, "-c", code, name="second")
     seen = second.lines_with_times()
     assert second.process.wait(120) == 3, "the driver's exit code"
-    assert seen["two 2"] - seen["server False"] > 1, "the log is shown while the job runs, not at its end"
+    assert seen["two 2"] - seen["one 1"] > 1, "the log is shown while the job runs, not at its end"
     assert "two 2" in (second.output / "logs" / "driver.log").read_text()
     assert (second.output / "logs" / "ray" / "raylet.out").exists()
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+import psutil
 import torch
 from torch import Tensor
 
-from miles_wan.records import Conditioning, PromptRecord, RolloutRequest, SamplingSettings, Trajectory
+from miles_wan.records import Conditioning, PromptRecord, RolloutRequest, SamplingSettings, Trajectory, WeightUpdate
+from miles_wan.rollout.base import SyncReport, WeightPush
+from miles_wan.rollout.sglang.payload import SharedPayload, serialize_update
 
+ALPHA, RANK = 8, 4
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
 
@@ -84,12 +90,55 @@ def replayed_log_probs(
     return torch.stack(values)
 
 
-def random_adapter(model: torch.nn.Module, seed: int, *, scale: float = 0.1, rank: int = 4) -> dict[str, Tensor]:
+def random_adapter(model: torch.nn.Module, seed: int, *, scale: float = 0.1) -> dict[str, Tensor]:
     """Adapter tensors for every target layer of the blocks, by the names of a ``WeightUpdate``."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, layer in model.named_modules():
         if name.startswith("blocks.") and name.endswith(TARGETS) and isinstance(layer, torch.nn.Linear):
-            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, layer.in_features, generator=generator) * scale
-            tensors[f"{name}.lora_B.weight"] = torch.randn(layer.out_features, rank, generator=generator) * scale
+            tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, layer.in_features, generator=generator) * scale
+            tensors[f"{name}.lora_B.weight"] = torch.randn(layer.out_features, RANK, generator=generator) * scale
     return tensors
+
+
+def as_update(tensors: dict[str, torch.Tensor], version: int = 1) -> WeightUpdate:
+    return WeightUpdate(
+        target_module="transformer", tensors=tensors, alpha=ALPHA, rank=RANK, policy_version=version, checksum=""
+    )
+
+
+def as_push(payload: SharedPayload) -> WeightPush:
+    return WeightPush(
+        target_module=payload.target_module,
+        payloads=payload.texts,
+        device_uuids=None,
+        digests=payload.digests,
+        alpha=payload.alpha,
+        rank=payload.rank,
+        nbytes=payload.nbytes,
+        policy_version=payload.policy_version,
+    )
+
+
+class Receiver(Protocol):
+    async def apply_weights(self, push: WeightPush) -> SyncReport: ...
+
+
+async def push(engine: Receiver, tensors: dict[str, torch.Tensor], version: int = 1) -> SyncReport:
+    """Serialize for two workers, apply, release."""
+    payload = serialize_update(as_update(tensors, version), "cpu", consumers=2)
+    try:
+        return await engine.apply_weights(as_push(payload))
+    finally:
+        payload.release()
+
+
+def zeroed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor * 0 if "lora_B" in name else tensor for name, tensor in tensors.items()}
+
+
+def mappings_of_ours(pid: int) -> list[str]:
+    """Shared memory of this process that a process and its descendants still map."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    lines = [line for process in family for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    return [line for line in lines if f"/torch_{os.getpid()}_" in line]

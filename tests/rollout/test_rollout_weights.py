@@ -3,55 +3,31 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rollout_replay import make_request, random_adapter, replayed_log_probs
+from rollout_replay import (
+    ALPHA,
+    RANK,
+    as_push,
+    as_update,
+    make_request,
+    mappings_of_ours,
+    push,
+    random_adapter,
+    replayed_log_probs,
+    zeroed,
+)
 
 from miles_wan.errors import WeightSyncError
-from miles_wan.records import PromptRecord, WeightUpdate
-from miles_wan.rollout.base import SyncReport, WeightPush
+from miles_wan.records import PromptRecord
 from miles_wan.rollout.sglang.engine import SGLangEngine
-from miles_wan.rollout.sglang.payload import SharedPayload, serialize_update
+from miles_wan.rollout.sglang.payload import serialize_update
 
 pytestmark = pytest.mark.e2e
-
-ALPHA, RANK = 8, 4
-
-
-def as_update(tensors: dict[str, torch.Tensor], version: int = 1) -> WeightUpdate:
-    return WeightUpdate(
-        target_module="transformer", tensors=tensors, alpha=ALPHA, rank=RANK, policy_version=version, checksum=""
-    )
-
-
-def as_push(payload: SharedPayload) -> WeightPush:
-    return WeightPush(
-        target_module=payload.target_module,
-        payloads=payload.texts,
-        device_uuids=None,
-        digests=payload.digests,
-        alpha=payload.alpha,
-        rank=payload.rank,
-        nbytes=payload.nbytes,
-        policy_version=payload.policy_version,
-    )
-
-
-async def push(engine: SGLangEngine, tensors: dict[str, torch.Tensor], version: int = 1) -> SyncReport:
-    payload = serialize_update(as_update(tensors, version), "cpu", consumers=2)
-    try:
-        return await engine.apply_weights(as_push(payload))
-    finally:
-        payload.release()
-
-
-def zeroed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor * 0 if "lora_B" in name else tensor for name, tensor in tensors.items()}
 
 
 def merged(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
@@ -111,7 +87,7 @@ def test_the_engine_keeps_nothing_of_the_senders_memory(engine: SGLangEngine, tr
     payload = serialize_update(as_update(zeroed(random_adapter(transformer, 1))), "cpu", consumers=2)
     run(engine.apply_weights(as_push(payload)))
     payload.release()
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
+    assert not mappings_of_ours(run(engine.identity())["pid"])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ FSDP2 workers over gloo and writes what it saw to FOLDER/results_RANK.pt. The te
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -225,6 +226,25 @@ class Scenarios:
         seen["perturbed adapter"] = self._refusal(worker, self.items())
         return seen
 
+    def warnings(self) -> dict[str, Any]:
+        """What an update logs when the engine's log-probs are 0.01 off, by clip range."""
+        seen = {}
+        for clip_range in (1e-3, 0.1):
+            worker = self.worker(algorithm__max_log_prob_gap=1.0, algorithm__clip_range=clip_range)
+            items = [
+                replace(item, trajectory=replace(item.trajectory, log_probs=item.trajectory.log_probs + 0.01))
+                for item in self.items()
+            ]
+            records: list[logging.LogRecord] = []
+            handler = logging.Handler()
+            handler.emit = records.append  # type: ignore[method-assign]
+            logging.getLogger("miles_wan.training").addHandler(handler)
+            worker.update([items], rollout_id=0)
+            logging.getLogger("miles_wan.training").removeHandler(handler)
+            seen[clip_range] = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+            worker.close()
+        return seen
+
     def _refusal(self, worker: TrainingWorker, items: list[TrainItem]) -> dict[str, Any]:
         before = worker.adapter()
         error = error_of(lambda: worker.update([items], rollout_id=0))
@@ -266,7 +286,7 @@ def main() -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     scenarios = Scenarios(rank, world_size, folder)
-    names = sys.argv[4:] or ["sharding", "parity", "gradients", "agreement", "resume", "export", "refusals"]
+    names = sys.argv[4:] or ["sharding", "parity", "gradients", "agreement", "resume", "export", "refusals", "warnings"]
     torch.save({name: getattr(scenarios, name)() for name in names}, folder / f"results_{rank}.pt")
 
 

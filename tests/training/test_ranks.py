@@ -88,6 +88,8 @@ def relative(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 @lru_cache
 def reference_gradients(*, guidance: float = 3.0, kl_beta: float = 0.0) -> dict[str, Tensor]:
     """Gradients of the mean objective over both ranks' pairs: one process, no sharding, the formulas written out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
     rollout, eta = ti2v_rollout(), 0.7
     model = plain_transformer()
     with torch.no_grad():
@@ -129,6 +131,7 @@ def reference_gradients(*, guidance: float = 3.0, kl_beta: float = 0.0) -> dict[
                 loss = loss + kl_beta * ((mean - base) ** 2 / (2 * std**2)).mean()
             losses.append(loss)
     torch.stack(losses).mean().backward()
+    torch.set_num_threads(threads)
     return {name: parameter.grad for name, parameter in plain_adapter(model).items()}
 
 
@@ -287,3 +290,11 @@ def test_a_gradient_that_is_not_finite_is_refused(results):
         seen = rank["refusals"]["nan advantage"]
         assert seen["error"].startswith("MilesWanError: the gradient norm is nan in rollout 0")
         assert not seen["moved"]
+
+
+def test_a_clip_range_below_the_numeric_noise_is_a_warning_on_one_rank(results):
+    first, second = (rank["warnings"] for rank in results.ranks)
+    assert len(first[1e-3]) == 1
+    assert "differ by up to 1.0e-02" in first[1e-3][0]
+    assert "clip_range = 0.001" in first[1e-3][0]
+    assert first[0.1] == second[1e-3] == second[0.1] == []

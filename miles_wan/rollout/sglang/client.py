@@ -20,7 +20,7 @@ GENERATE_PATH = "/rollout/generate"
 
 
 class _Retry(Exception):
-    """The request did not reach the model: it may be sent again."""
+    """The request got no answer, and sending it twice does no harm: a seed gives the same video, a push the same weights."""
 
 
 class SGLangClient:

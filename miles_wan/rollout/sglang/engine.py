@@ -124,7 +124,9 @@ class SGLangEngine:
             for key, value in wanted.items()
             if identity.get(key) != value
         ]
-        faults += [f"hook {name} {state}" for name, state in identity["hooks"].items() if state == "failed"]
+        faults += [
+            f"hook {name} {state}" for name, state in identity["hooks"].items() if state in ("failed", "disabled")
+        ]
         if faults:
             raise EngineError(f"the engine runs with {'; '.join(faults)}; see {self._server.log_path}")
 

@@ -5,6 +5,7 @@ runs, because this file is loaded while the engine is still choosing its platfor
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -118,6 +119,21 @@ def own_adapter(layer: Any, A: Any, B: Any, *args: Any, **kwargs: Any) -> Args:
 
     device = get_local_torch_device()
     return (layer, A.to(device, copy=True), B.to(device, copy=True), *args), kwargs
+
+
+def float32_adapter(original: Callable[..., Any], layer: Any, out: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``_add_lora_delta``: without autocast, so that a float32 adapter is computed in float32, as it is trained."""
+    import torch
+
+    with torch.autocast(out.device.type, enabled=False):
+        return original(layer, out, *args, **kwargs)
+
+
+def freeze_heap(*_args: Any, **_kwargs: Any) -> None:
+    """Before ``update_weights_from_tensor``: the first time, take what is loaded out of every later collection."""
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
 
 
 def ensure_cpu_kernels(*_args: Any, **_kwargs: Any) -> None:

@@ -15,7 +15,7 @@ TOKEN_VARIABLE = "MILES_WAN_ENGINE_TOKEN"
 
 
 def describe_server(server_args: Any) -> dict[str, Any]:
-    """The identity answer: token of the starter's environment, hooks, and the settings that change numbers."""
+    """The identity answer: token of the starter's environment, process, hooks, and the settings that change numbers."""
     from sglang.multimodal_gen.runtime.entrypoints.openai.common_api import get_served_pipeline_class
     from sglang.version import __version__
 
@@ -25,6 +25,7 @@ def describe_server(server_args: Any) -> dict[str, Any]:
     pipeline = get_served_pipeline_class(server_args)
     return {
         "token": os.environ.get(TOKEN_VARIABLE, ""),
+        "pid": os.getpid(),
         "engine_version": __version__,
         "hooks": hook_states(),
         "pipeline_config": type(config).__name__,

@@ -151,6 +151,28 @@ HOOKS: tuple[Hook, ...] = (
         marker="# share storage with weights in the pipeline",
     ),
     Hook(
+        name="float32_adapter",
+        fault="a float32 adapter that is not merged fails on a bfloat16 model: autocast changes one factor of its product",
+        patches=(
+            Patch(f"{_ROOT}.layers.lora.linear.BaseLayerWithLoRA._add_lora_delta", "around", hooks.float32_adapter),
+        ),
+        file=f"{_RUNTIME}/layers/lora/linear.py",
+        marker="target.addmm_(rows, b.t())",
+    ),
+    Hook(
+        name="quick_collection",
+        fault="every push of weights collects garbage over the engine's million objects: half a second of a core per worker",
+        patches=(
+            Patch(
+                f"{_ROOT}.post_training.weights_updater.WeightsUpdater.update_weights_from_tensor",
+                "before",
+                hooks.freeze_heap,
+            ),
+        ),
+        file=f"{_RUNTIME}/post_training/weights_updater.py",
+        marker="gc.collect()",
+    ),
+    Hook(
         name="cpu_kernels",
         fault="two fused norm kernels are missing in the wheel, so every denoising step fails on a CPU",
         patches=tuple(

@@ -46,7 +46,8 @@ def run(parent_pid: int, command: Sequence[str]) -> int:
             _ask_to_end(child)
     finally:
         _kill_session(child)
-    return child.wait()
+    code = child.wait()
+    return code if code >= 0 else 128 - code  # as a shell tells the signal that ended a command
 
 
 def _die_with_supervisor() -> None:

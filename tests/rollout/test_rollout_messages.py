@@ -1,0 +1,176 @@
+"""The wire format: what is asked, and every way in which an answer is not what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import safetensors.numpy
+from rollout_replay import make_request
+
+from miles_wan.errors import EngineError
+from miles_wan.flow import shifted_sigmas
+from miles_wan.records import PromptRecord
+from miles_wan.rollout.sglang.messages import SampleQuery, parse_answer, request_body
+
+IMAGE = PromptRecord(record_id="r", prompt="a bird", image_path="/data/bird.png", source="train.jsonl:1")
+TEXT = PromptRecord(record_id="r", prompt="a bird")
+Answer = dict[str, Any]
+
+
+def query(record: PromptRecord = IMAGE, *, conditioning: bool = True, **changes: Any) -> SampleQuery:
+    request = make_request(record, **{"seeds": (7, 8), "stochastic_steps": (1, 2), **changes})
+    return SampleQuery(request=request, sample_index=1, return_conditioning=conditioning)
+
+
+def packed(array: np.ndarray) -> dict[str, Any]:
+    """A tensor as SGLang packs it."""
+    data = safetensors.numpy.save({"t": np.ascontiguousarray(array)})
+    return {"__tensor__": True, "data": data, "shape": list(array.shape), "dtype": f"torch.{array.dtype}"}
+
+
+def latents() -> np.ndarray:
+    """States 1, 2 and 3 of [48, 2, 2, 2]."""
+    return np.arange(3 * 48 * 8, dtype=np.float32).reshape(3, 48, 2, 2, 2)
+
+
+def answer() -> Answer:
+    """What SGLang sends for ``query()``: 6 steps of which 1 and 2 are stochastic, 32x32x5, seed 8."""
+    text = {"encoder_hidden_states": packed(np.ones((1, 512, 32), np.float32)), "encoder_hidden_states_2": None}
+    return {
+        "request_id": "1",
+        "prompt": "a bird",
+        "seed": 8,
+        "generated_output": packed(np.arange(3 * 5 * 32 * 32).reshape(3, 5, 32, 32).astype(np.uint8)),
+        "rollout_log_probs": packed(np.array([0, -1.1, -1.2, 0, 0, 0], np.float32)),
+        "rollout_debug_tensors": None,
+        "denoising_env": {"pos_cond_kwargs": text, "neg_cond_kwargs": text, "image_kwargs": None, "guidance": None},
+        "dit_trajectory": {
+            "latents": packed(latents()),
+            "timesteps": packed(np.zeros(3, np.float32)),
+            "sigmas": packed(shifted_sigmas(6, 5.0).numpy()),
+        },
+        "inference_time_s": 0.5,
+        "peak_memory_mb": None,
+    }
+
+
+def encoded(*answers: Answer) -> bytes:
+    return bytes(msgpack.packb(list(answers)))
+
+
+def test_a_good_answer_becomes_records() -> None:
+    output = parse_answer(encoded(answer()), query()).output
+    trajectory, conditioning = output.trajectory, output.conditioning
+    assert (output.seed, output.seconds) == (8, 0.5)
+    assert output.frames.shape == (5, 32, 32, 3)
+    assert output.frames[1, 2, 3, 0] == (1 * 32 * 32 + 2 * 32 + 3) % 256  # frame, row, column, channel
+    assert trajectory is not None
+    assert trajectory.steps == (1, 2)
+    np.testing.assert_array_equal(trajectory.latents, np.stack([latents()[:2], latents()[1:]]))
+    np.testing.assert_array_equal(trajectory.log_probs, np.array([-1.1, -1.2], np.float32))
+    assert trajectory.sigmas.shape == (7,)
+    assert (trajectory.has_condition, trajectory.policy_version) == (True, 3)
+    assert conditioning is not None
+    assert conditioning.prompt_embeds.shape == (512, 32)
+    assert conditioning.negative_prompt_embeds is not None
+    np.testing.assert_array_equal(conditioning.condition_latent, latents()[0][:, :1])
+
+
+def test_only_what_was_asked_for_is_kept() -> None:
+    content = encoded(answer())
+    assert parse_answer(content, query(conditioning=False)).output.conditioning is None
+    text_only = parse_answer(content, query(TEXT, image=False)).output
+    assert text_only.conditioning is not None
+    assert text_only.conditioning.condition_latent is None
+    assert text_only.trajectory is not None
+    assert not text_only.trajectory.has_condition
+
+
+def broken(change: Callable[[Answer], Any]) -> bytes:
+    value = answer()
+    change(value)
+    return encoded(value)
+
+
+def with_nan(array: np.ndarray) -> np.ndarray:
+    array.flat[5] = np.nan
+    return array
+
+
+BAD = {
+    "not msgpack": (b"\xc1", "not msgpack"),
+    "two videos": (encoded(answer(), answer()), "asked for one video, the engine sent a list of 2"),
+    "an error page": (msgpack.packb({"detail": "x"}), "asked for one video, the engine sent dict"),
+    "another seed": (broken(lambda a: a.update(seed=7)), "asked for seed 8, the engine answered for seed 7"),
+    "float frames": (
+        broken(lambda a: a.update(generated_output=packed(np.ones((3, 5, 32, 32), np.float32)))),
+        "expected uint8, the engine sent float32: its uint8_frames hook",
+    ),
+    "another size": (
+        broken(lambda a: a.update(generated_output=packed(np.ones((3, 5, 928, 960), np.uint8)))),
+        "asked for 32x32 and 5 frames",
+    ),
+    "no log-probs": (broken(lambda a: a.update(rollout_log_probs=None)), "lacks rollout_log_probs"),
+    "no trajectory": (broken(lambda a: a.update(dit_trajectory=None)), "lacks dit_trajectory"),
+    "no embeddings": (broken(lambda a: a.update(denoising_env=None)), "lacks denoising_env"),
+    "no guidance": (
+        broken(lambda a: a["denoising_env"].update(neg_cond_kwargs=None)),
+        "negative prompt embedding that is missing",
+    ),
+    "nan latent": (
+        broken(lambda a: a["dit_trajectory"].update(latents=packed(with_nan(latents())))),
+        "latents: 1 of 1152 values are not finite",
+    ),
+    "half latents": (
+        broken(lambda a: a["dit_trajectory"].update(latents=packed(latents().astype(np.float16)))),
+        "latents: expected float32, the engine sent float16",
+    ),
+    "a state too few": (
+        broken(lambda a: a["dit_trajectory"].update(latents=packed(latents()[:2]))),
+        r"asked for states \(1, 2, 3\), the engine sent \(2, 48, 2, 2, 2\)",
+    ),
+    "another latent size": (
+        broken(lambda a: a["dit_trajectory"].update(latents=packed(np.zeros((3, 48, 2, 3, 2), np.float32)))),
+        "do not belong to 32x32x5",
+    ),
+    "another grid": (
+        broken(lambda a: a["dit_trajectory"].update(sigmas=packed(shifted_sigmas(6, 3.0).numpy()))),
+        "6 steps with flow_shift 5 give",
+    ),
+    "another step scored": (
+        broken(lambda a: a.update(rollout_log_probs=packed(np.array([-1, -1, 0, 0, 0, 0], np.float32)))),
+        r"asked for stochastic steps \(1, 2\), the engine scored \(0, 1\)",
+    ),
+    "a torn tensor": (broken(lambda a: a["rollout_log_probs"].update(data=b"torn")), "cannot be read"),
+    "a lying shape": (broken(lambda a: a["rollout_log_probs"].update(shape=[7])), r"says shape \[7\] and sent \[6\]"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD.keys())
+def test_a_bad_answer_is_refused(content: bytes, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        parse_answer(content, query())
+
+
+def test_the_body_asks_for_the_kept_steps_and_cpu_noise() -> None:
+    body = request_body(query())
+    assert (body["seed"], body["generator_device"], body["num_outputs_per_prompt"]) == (8, "cpu", 1)
+    assert body["rollout_sde_type"] == "sde"
+    assert body["rollout_sde_step_indices"] == [1, 2]
+    assert body["rollout_return_step_indices"] == [1, 2, 3]
+    assert body["image_path"] == ["/data/bird.png"]
+    assert not body["rollout_debug_mode"]
+    assert "negative_prompt" not in body
+    named = PromptRecord(record_id="r", prompt="a bird", negative_prompt="")
+    assert request_body(query(named, image=False))["negative_prompt"] == ""
+    assert "image_path" not in request_body(query(named, image=False))
+
+
+def test_a_validation_body_is_deterministic_on_the_rollout_grid() -> None:
+    body = request_body(query(stochastic_steps=()))
+    assert (body["rollout"], body["rollout_sde_type"], body["rollout_log_prob_no_const"]) == (True, "ode", True)
+    assert body["rollout_return_step_indices"] == [6]

@@ -1,0 +1,220 @@
+"""Configuration: every fault together, with the place and the remedy, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from miles_wan.config import Config
+from miles_wan.configuration import (
+    RECIPES,
+    all_fields,
+    batch_equation,
+    check_config,
+    dump_config,
+    load_config,
+    recipe_path,
+)
+from miles_wan.errors import InputError
+from miles_wan.wan.facts import family_named, legal_frames, legal_size
+
+NEEDED = {"model.path": "model", "data.train": "train.jsonl"}
+BATCH = {
+    "rollout.prompts_per_rollout": 4,
+    "rollout.samples_per_prompt": 6,
+    "rollout.window_size": 3,
+    "algorithm.optimizer_steps_per_rollout": 2,
+    "training.dp_size": 2,
+    "training.micro_batch_size": 9,
+    "cluster.num_gpus": 2,
+}
+
+
+def load(*args: str, recipe: Path | None = None, **overrides) -> Config:
+    return load_config(recipe, {**NEEDED, **overrides}, list(args))
+
+
+def faults(*args: str, needed=NEEDED, recipe: Path | None = None, **overrides) -> tuple[str, ...]:
+    with pytest.raises(InputError) as error:
+        load_config(recipe, {**needed, **overrides}, list(args))
+    return error.value.faults
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_overrides_win_over_the_recipe_and_the_command_line_over_both(tmp_path):
+    recipe = write(tmp_path, "seed: 1\nnum_rollouts: 2\nrollout: {fps: 3, width: 64}\n")
+    config = load("--seed", "5", "--rollout.fps=9", recipe=recipe, seed=4, num_rollouts=7)
+    assert (config.seed, config.num_rollouts, config.rollout.fps, config.rollout.width) == (5, 7, 9, 64)
+
+
+def test_command_line_values_have_the_type_of_their_field():
+    config = load(
+        "--algorithm.clip-range", "1e-3",
+        "--rollout.window-range", "[0, 4]",
+        "--algorithm.advantage-sign", "-1",
+        "--training.activation-checkpointing=false",
+        "--model.lora-targets", "[to_q, to_k]",
+        "--training.optimizer.betas", "[0.8, 0.9]",
+        "--eval.max-records", "null",
+        "--output-dir", "runs/a b",
+    )  # fmt: skip
+    assert config.algorithm.clip_range == 1e-3
+    assert config.rollout.window_range == (0, 4)
+    assert config.algorithm.advantage_sign == -1
+    assert config.training.activation_checkpointing is False
+    assert config.model.lora_targets == ("to_q", "to_k")
+    assert config.training.optimizer.betas == (0.8, 0.9)
+    assert config.eval.max_records is None
+    assert config.output_dir == "runs/a b"
+
+
+def test_one_field_of_a_listed_reward_can_be_overridden(tmp_path):
+    recipe = write(tmp_path, "reward: {functions: [{name: pickscore}, {name: 'mine:score', weight: 0}]}\n")
+    config = load("--reward.functions.1.weight", "0.5", recipe=recipe, reward_model="folder")
+    first, second = config.reward.functions
+    assert (first.model, first.processor) == ("folder", "folder")
+    assert (second.weight, second.model) == (0.5, "yuvalkirstain/PickScore_v1")
+
+
+def test_parallel_sizes_follow_the_number_of_devices():
+    config = load("--cluster.num-gpus", "4")
+    assert (config.rollout.tp_size, config.training.dp_size) == (4, 4)
+    config = load("--cluster.num-gpus", "8", "--rollout.num-engines", "2", "--rollout.sp-size", "2")
+    assert config.rollout.tp_size == 2
+    assert load("--cluster.num-gpus", "4", "--rollout.tp-size", "1", "--training.dp-size", "2").training.dp_size == 2
+
+
+def test_unknown_keys_are_faults_with_the_nearest_name(tmp_path):
+    recipe = write(tmp_path, "rollout: {num_inference_step: 4}\nalgorithm: {clip_rang: 1}\nzzz: 1\n")
+    found = faults("--training.optimizer.learning_rate_", "1", recipe=recipe)
+    assert "rollout.num_inference_step: no such field; did you mean rollout.num_inference_steps?" in found
+    assert "algorithm.clip_rang: no such field; did you mean algorithm.clip_range?" in found
+    assert "zzz: no such field" in found
+    assert any(fault.startswith("training.optimizer.learning_rate_: no such field") for fault in found)
+
+
+def test_faults_of_every_source_come_together(tmp_path):
+    recipe = write(tmp_path, "rollout: {fps: fast, noise_level: -1}\nsead: 3\n")
+    found = faults("stray", "--seed", "--num_rollouts", "0", needed={}, recipe=recipe)
+    expected = [
+        "'stray': expected a flag",
+        "--seed: a value is missing",
+        "model: required and not given; pass --model",
+        "data: required and not given; pass --data-jsonl",
+        "rollout.fps = 'fast'",
+        "rollout.noise_level = -1: input should be greater than 0",
+        "num_rollouts = 0: input should be greater than or equal to 1",
+        "sead: no such field; did you mean seed?",
+    ]
+    for start in expected:
+        assert any(fault.startswith(start) for fault in found), start
+    assert len(found) == len(expected)
+
+
+def test_nan_is_not_a_number_here():
+    assert faults("--training.optimizer.lr", ".nan")
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "", "a: [1\n", "just words"])
+def test_a_file_that_is_no_recipe_is_refused_by_name(tmp_path, text):
+    recipe = write(tmp_path, text)
+    assert any(f"recipe {recipe}: " in fault for fault in faults(recipe=recipe))
+
+
+def test_a_recipe_is_found_by_name_or_path(tmp_path):
+    assert recipe_path("tiny_ti2v") == RECIPES / "tiny_ti2v.yaml"
+    mine = write(tmp_path, "seed: 1\n")
+    assert recipe_path(str(mine)) == mine
+    with pytest.raises(InputError, match="no such recipe; recipes are tiny_ti2v, wan22_ti2v_5b"):
+        recipe_path("nothing")
+
+
+def test_the_batch_equation_states_this_runs_numbers():
+    assert batch_equation(load(**BATCH)) == (
+        "4 prompts x 6 samples per prompt = 24 samples = 12 samples per optimizer step x 2 optimizer steps; "
+        "a step has 6 samples x 3 kept steps = 18 pairs on each of 2 ranks, in 2 micro-batches of 9"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm.optimizer_steps_per_rollout": 5}, "= 24 is not divisible by algorithm.optimizer_steps_per_rollout = 5"),
+        ({"training.dp_size": 5, "cluster.num_gpus": 5}, "24 / 2 optimizer steps = 12 is not divisible by training.dp_size = 5"),
+        ({"training.micro_batch_size": 4}, "= 4 does not divide the 18 (sample, step) pairs of a rank and optimizer step; it can be 1, 2, 3, 6, 9, 18"),
+        ({"rollout.window_range": [0, 10]}, "rollout.window_range = [0, 10) must lie in steps [0, 9)"),
+        ({"rollout.window_range": [4, 4]}, "must lie in steps"),
+        ({"rollout.window_range": [-1, 4]}, "must lie in steps"),
+        ({"rollout.window_range": [2, 4]}, "rollout.window_size = 3 does not fit into the 2 steps [2, 4)"),
+        ({"rollout.num_inference_steps": 3}, "rollout.window_size = 3 does not fit into the 2 steps [0, 2)"),
+        ({"rollout.num_engines": 3, "rollout.tp_size": 1}, "rollout.num_engines x tp_size x sp_size = 3 devices, cluster.num_gpus is 2"),
+        ({"rollout.tp_size": 2, "rollout.sp_size": 2}, "= 4 devices, cluster.num_gpus is 2"),
+        ({"training.dp_size": 4}, "training.dp_size = 4 is above cluster.num_gpus = 2"),
+        ({"cluster.device": "cpu", "cluster.cuda_visible_devices": "0,1"}, "cluster.cuda_visible_devices = '0,1' with cluster.device = cpu"),
+        ({"cluster.cuda_visible_devices": "3,"}, "lists fewer than cluster.num_gpus = 2 devices"),
+        ({"cluster.device": "cpu", "sync.transport": "cuda_ipc"}, "sync.transport = cuda_ipc needs cluster.device = cuda"),
+        ({"eval.interval": 5}, "eval.interval = 5 needs validation records: give data.eval (--eval-data-jsonl)"),
+        ({"reward.functions": [{"name": "a:b"}, {"name": "a:b"}]}, "reward.functions: names must differ, got a:b, a:b"),
+        ({"reward.functions": [{"name": "a:b", "weight": 0}]}, "every weight is 0"),
+        ({"reward.functions": []}, "every weight is 0"),
+        ({"rollout.sampler": "cps", "rollout.noise_level": 1.2}, "rollout.noise_level = 1.2 with sampler cps: at most 1"),
+    ],
+)  # fmt: skip
+def test_an_illegal_combination_is_one_fault_with_its_numbers(changes, message):
+    found = faults(**{**BATCH, **changes})
+    assert any(message in fault for fault in found), found
+
+
+def test_the_legal_neighbours_of_those_are_accepted():
+    assert check_config(load(**BATCH)) == []
+    load(**{**BATCH, "eval.interval": 5, "data.eval": "eval.jsonl"})
+    load(**{**BATCH, "cluster.cuda_visible_devices": "4,5,6"})
+    load(**{**BATCH, "rollout.sampler": "cps", "rollout.noise_level": 1.0})
+    load(**{**BATCH, "rollout.window_range": [0, 9]})
+
+
+def test_independent_illegal_combinations_come_together():
+    found = faults(**{**BATCH, "training.micro_batch_size": 4, "eval.interval": 5, "rollout.window_range": [0, 99]})
+    assert len(found) == 3
+
+
+def test_a_dumped_configuration_loads_equal(tmp_path):
+    config = load("--rollout.window-range", "[0, 4]", "--model.init-adapter", "some folder", **BATCH)
+    path = tmp_path / "config.yaml"
+    dump_config(config, path)
+    assert load_config(path, {}) == config
+    assert yaml.safe_load(path.read_text())["rollout"]["window_range"] == [0, 4]
+
+
+def test_a_home_folder_is_expanded():
+    assert load("--output-dir", "~/run").output_dir == str(Path.home() / "run")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_loads(name):
+    config = load(recipe=recipe_path(name), **{"data.eval": "eval.jsonl"})
+    assert config.eval.interval > 0
+    assert config.checkpoint.interval > 0
+    assert "micro-batches" in batch_equation(config)
+
+
+def test_the_recipe_for_real_weights_is_at_a_size_they_were_trained_on():
+    rollout = load(recipe=recipe_path("wan22_ti2v_5b"), **{"data.eval": "eval.jsonl"}).rollout
+    family = family_named("wan2.2-ti2v-5b")
+    assert (rollout.width, rollout.height) in family.trained_sizes
+    assert legal_size(rollout.width, rollout.height, family) is None
+    assert legal_frames(rollout.num_frames, family, with_image=True) is None
+    assert rollout.flow_shift == family.flow_shift
+
+
+def test_every_field_is_described_and_listed():
+    names = all_fields()
+    assert {"model.path", "training.optimizer.lr", "reward.functions.0.weight", "seed"} <= set(names)
+    assert len(set(names)) == len(names)
