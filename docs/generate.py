@@ -1,6 +1,6 @@
 """Writes the reference pages that follow from the code: docs/configuration.md and docs/metrics.md.
 
-    python docs/generate.py
+python docs/generate.py
 """
 
 from __future__ import annotations

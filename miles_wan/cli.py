@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from miles_wan.errors import InputError, MilesWanError
+from miles_wan.errors import MilesWanError
+from miles_wan.tracking.failures import show_failure
 from miles_wan.tracking.logs import configure_logging, console
 
 
@@ -98,29 +99,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {"train": train, "tiny": tiny, "inspec
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit code 0, 1 for a fault of the run, 2 for bad input."""
-    sys.exit(guarded(lambda: tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="miles-wan", args=argv)))
-
-
-def guarded(command: Callable[[], int | None]) -> int:
-    """Run ``command``; turn this project's errors into messages and exit codes."""
     try:
-        return command() or 0
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="miles-wan", args=argv)
     except MilesWanError as error:
-        cause = _cause(error)
-        if isinstance(cause, InputError):
-            console().print(f"[bold red]{len(cause.faults)} fault(s), nothing was started:[/]")
-            for fault in cause.faults:
-                console().print(f"- {fault}", markup=False, highlight=False, soft_wrap=True)
-            return 2
-        console().print("[bold red]the run failed:[/]")
-        console().print(str(cause), markup=False, highlight=False, soft_wrap=True)
-        return 1
-
-
-def _cause(error: MilesWanError) -> BaseException:
-    """The error as it was raised: Ray wraps those of actors and puts a traceback into the message."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, BaseException) else error
+        sys.exit(show_failure(error))
 
 
 if __name__ == "__main__":

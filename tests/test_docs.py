@@ -8,7 +8,8 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _SPEC = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-assert _SPEC is not None and _SPEC.loader is not None
+assert _SPEC is not None
+assert _SPEC.loader is not None
 generate = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(generate)
 

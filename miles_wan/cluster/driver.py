@@ -81,7 +81,9 @@ class Actors:
         results = gather([*engines, *trainers, *(reward.start.remote(config) for reward in self.rewards)])
         self.trainer_infos: list[TrainerInfo] = results[len(engines) : len(engines) + len(trainers)]
         for index, info in enumerate(results[: len(engines)]):
-            logger.info("engine %d: %s, %s, started in %.0f s", index, info.pipeline_config, info.url, info.start_seconds)
+            logger.info(
+                "engine %d: %s, %s, started in %.0f s", index, info.pipeline_config, info.url, info.start_seconds
+            )
         self.transport = choose_transport(
             config.sync.transport,
             engine_uuids=[slots[slot] for members in layout.engines for slot in members] if device == "cuda" else [],

@@ -23,13 +23,13 @@ from typing import Annotated, Any, Literal
 
 import psutil
 import tyro
-from rich.console import Console
 
 from miles_wan.cluster.job import Job
 from miles_wan.cluster.local_ray import LocalRay, StartInterruptedError, check_environment
 from miles_wan.config import Config
 from miles_wan.configuration import dump_config, load_config, recipe_path
 from miles_wan.errors import InputError, MilesWanError
+from miles_wan.tracking.failures import show_failure
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _read(sys.argv[1:] if argv is None else argv)
         _check(config)
         return launch(config)
-    except InputError as error:
-        _print_faults(error.faults)
-        return 2
     except MilesWanError as error:
-        logger.error("%s", error)
-        return 1
+        return show_failure(error)
     except SystemExit as end:  # tyro has printed its help (0) or what is wrong with a flag (2)
         return end.code if isinstance(end.code, int) else 2
 
@@ -131,15 +127,6 @@ def _check(config: Config) -> None:
         faults += error.faults
     if faults:
         raise InputError(faults)
-
-
-def _print_faults(faults: Sequence[str]) -> None:
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(
-        f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the input; nothing was started:", style="bold red"
-    )
-    for fault in faults:
-        console.print(f"  - {fault}", markup=False)
 
 
 def launch(config: Config, *, entrypoint: list[str] | None = None) -> int:

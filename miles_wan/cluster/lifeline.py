@@ -51,7 +51,7 @@ def end_members(run_id: str, *, grace: float = GRACE_SECONDS, hurry: Callable[[]
     Args:
         run_id: value of the marker.
         grace: seconds between asking and killing.
-        hurry: cuts all waiting short when it turns true.
+        hurry: cuts the grace short when it turns true.
 
     Returns:
         The ids of all processes that were found. Those that withstand SIGKILL for ``KILL_SECONDS`` are logged.
@@ -70,7 +70,7 @@ def end_members(run_id: str, *, grace: float = GRACE_SECONDS, hurry: Callable[[]
         _signal(process, signal.SIGTERM)
     _wait_until_gone(workers, grace, hurry=hurry)
     _kill(workers)
-    _wait_until_gone(everyone, JANITOR_SECONDS, hurry=hurry)
+    _wait_until_gone(everyone, JANITOR_SECONDS, hurry=lambda: False)
     _kill(everyone)
     return seen
 

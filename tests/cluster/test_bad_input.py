@@ -13,9 +13,7 @@ from miles_wan.tiny import TinyPaths
 
 
 @pytest.fixture
-def refused(
-    tiny_paths: TinyPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def refused(tiny_paths: TinyPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run the launcher with changed flags; return what it printed. It must refuse with 2 and start nothing."""
 
     def started(*_: object, **__: object) -> None:
@@ -115,7 +113,11 @@ def test_a_foreign_ray_cluster_is_refused(refused, monkeypatch: pytest.MonkeyPat
 
 
 def test_faults_of_different_kinds_come_together(refused, tmp_path: Path) -> None:
-    changes = {"--data-jsonl": str(tmp_path / "nothing.jsonl"), "--reward-model": str(tmp_path), "--rollout.num-frames": "6"}
+    changes = {
+        "--data-jsonl": str(tmp_path / "nothing.jsonl"),
+        "--reward-model": str(tmp_path),
+        "--rollout.num-frames": "6",
+    }
     printed = refused(changes)
     assert "nothing.jsonl" in printed
     assert f"{tmp_path}:" in printed

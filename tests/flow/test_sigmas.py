@@ -63,5 +63,5 @@ def test_shift_one_changes_nothing():
 
 @pytest.mark.parametrize(("steps", "shift"), [(0, 5.0), (-1, 5.0), (4, 0.0), (4, -1.0)])
 def test_impossible_grids_are_refused(steps, shift):
-    with pytest.raises(ValueError, match="at least one step|above 0"):
+    with pytest.raises(ValueError, match=r"at least one step|above 0"):
         shifted_sigmas(steps, shift)

@@ -142,3 +142,10 @@ def mappings_of_ours(pid: int) -> list[str]:
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     lines = [line for process in family for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
     return [line for line in lines if f"/torch_{os.getpid()}_" in line]
+
+
+def digests_differ(run: Any, client: Any, expected: dict[str, str]) -> str:
+    """What the engine says against these digests of its tensors (by its own names); empty if they agree."""
+    body = {"target_module": "transformer", "expected_named_tensors_sha256": expected}
+    answer = run(client.post("/update_weights_from_tensor_checker", body)).json()
+    return "" if answer["success"] else str(answer["message"])

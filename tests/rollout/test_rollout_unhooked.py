@@ -18,7 +18,16 @@ import numpy as np
 import psutil
 import pytest
 from conftest import Run, settings_for
-from rollout_replay import as_push, as_update, make_request, mappings_of_ours, random_adapter
+from rollout_replay import (
+    ALPHA,
+    RANK,
+    as_push,
+    as_update,
+    digests_differ,
+    make_request,
+    mappings_of_ours,
+    random_adapter,
+)
 from test_rollout_messages import packed
 
 from miles_wan.errors import EngineError
@@ -26,10 +35,10 @@ from miles_wan.records import PromptRecord
 from miles_wan.rollout.sglang.canary import canary_query, check_canary
 from miles_wan.rollout.sglang.client import SGLangClient
 from miles_wan.rollout.sglang.messages import Answer, SampleQuery, decode_tensor, parse_answer, request_body
-from miles_wan.rollout.sglang.payload import serialize_update
+from miles_wan.rollout.sglang.payload import serialize_update, tensor_digest
 from miles_wan.rollout.sglang.plugin import DISABLE_VARIABLE
 from miles_wan.rollout.sglang.server import SGLangServer
-from miles_wan.rollout.sglang.weights import apply_adapter
+from miles_wan.rollout.sglang.weights import adapter_layers, apply_adapter, engine_layer_names
 from miles_wan.tiny import TinyPaths
 
 pytestmark = pytest.mark.e2e
@@ -119,13 +128,27 @@ def test_without_float32_transition_the_check_after_start_fails(raw: dict[str, A
         check_canary(parsed_as_if_asked(raw), with_image=False)  # so that the unmasked log-prob is right
 
 
-def test_merged_adapters_are_confirmed_too_and_without_own_adapter_the_engine_keeps_our_memory(
-    unhooked: Unhooked, transformer: Any, run: Run
-) -> None:
-    payload = serialize_update(as_update(random_adapter(transformer, 1)), "cpu")
+def test_a_merged_adapter_is_in_the_weights_rounded_once(unhooked: Unhooked, transformer: Any, run: Run) -> None:
+    """The engine's merged weights are those that the trainer predicts: bfloat16(W + alpha / rank B A), bit for bit."""
+    tensors = random_adapter(transformer, 1)
+    payload = serialize_update(as_update(tensors), "cpu")
     report = run(apply_adapter(unhooked.client, as_push(payload)))
     payload.release()
     assert (report.tensors, report.layer_prefixes, report.unmapped) == (40, 20, 0)
+    layers = adapter_layers(tensors)
+    names = run(engine_layer_names(unhooked.client, layers))
+    expected = {}
+    for layer in layers:
+        weight = transformer.get_submodule(layer).weight.detach().bfloat16().float()
+        a, b = tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"]
+        expected[f"{names[layer]}.base_layer.weight"] = tensor_digest(weight.addmm(b, a, alpha=ALPHA / RANK).bfloat16())
+    assert digests_differ(run, unhooked.client, expected) == ""
+
+
+def test_without_own_adapter_the_engine_keeps_our_memory(unhooked: Unhooked, transformer: Any, run: Run) -> None:
+    payload = serialize_update(as_update(random_adapter(transformer, 2)), "cpu")
+    run(apply_adapter(unhooked.client, as_push(payload)))
+    payload.release()
     assert mappings_of_ours(unhooked.identity["pid"])
 
 

@@ -14,6 +14,7 @@ from rollout_replay import (
     RANK,
     as_push,
     as_update,
+    digests_differ,
     make_request,
     mappings_of_ours,
     push,
@@ -25,7 +26,8 @@ from rollout_replay import (
 from miles_wan.errors import WeightSyncError
 from miles_wan.records import PromptRecord
 from miles_wan.rollout.sglang.engine import SGLangEngine
-from miles_wan.rollout.sglang.payload import serialize_update
+from miles_wan.rollout.sglang.payload import serialize_update, tensor_digest
+from miles_wan.rollout.sglang.weights import adapter_layers
 
 pytestmark = pytest.mark.e2e
 
@@ -76,6 +78,18 @@ def test_the_parity_gap_shows_one_perturbed_tensor(
     run(push(engine, zeroed(pushed)))
     replayed = replayed_log_probs(merged(transformer, ours), output.trajectory, output.conditioning, guidance=3.0)
     assert np.abs(output.trajectory.log_probs - replayed.numpy()).max() > 1e-4
+
+
+def test_a_dynamic_adapter_leaves_the_base_weights_alone(engine: SGLangEngine, transformer: Any, run: Any) -> None:
+    tensors = random_adapter(transformer, 4)
+    run(push(engine, tensors))
+    names = run(engine.layer_names(adapter_layers(tensors)))
+    expected = {
+        f"{name}.base_layer.weight": tensor_digest(transformer.get_submodule(layer).weight.detach())
+        for layer, name in names.items()
+    }
+    assert digests_differ(run, engine._started, expected) == ""
+    run(push(engine, zeroed(tensors)))
 
 
 def test_a_bfloat16_adapter_arrives_as_it_was_sent(engine: SGLangEngine, transformer: Any, run: Any) -> None:
