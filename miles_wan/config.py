@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """Base of every section: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
 def _expanded(path: str) -> str:
@@ -147,7 +147,7 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     weight_decay: float = Field(1e-4, ge=0, description="Decoupled weight decay of the adapters.")
-    warmup_steps: NonNegative = Field(0, description="Linear warm-up, in optimizer steps.")
+    warmup_steps: NonNegative = Field(0, description="Linear warm-up from 0, in optimizer steps; the first of them has rate 0.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Decay after the warm-up, to 0 at the last step."
     )

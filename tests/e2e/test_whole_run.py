@@ -86,7 +86,7 @@ def test_the_exported_adapter_loads_with_diffusers_and_changes_the_model(
         base = pipeline.transformer(**inputs)[0]
         weights = load_file(finished_run.folder / "adapter" / "pytorch_lora_weights.safetensors")
         merged = _merged(pipeline.transformer, weights, scale=8 / 4)(**inputs)[0]
-        pipeline.load_lora_weights(str(finished_run.folder / "adapter"))
+        pipeline.load_lora_weights(str(finished_run.folder / "adapter"), weight_name="pytorch_lora_weights.safetensors")
         adapted = pipeline.transformer(**inputs)[0]
     assert float((adapted - base).abs().max()) > 1e-3
     assert float((adapted - merged).abs().max()) <= 1e-5
