@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
@@ -26,6 +28,16 @@ def test_every_hook_is_active(engine: SGLangEngine, run: Any) -> None:
     identity = run(engine.identity())
     assert identity["hooks"] == {hook.name: "active" for hook in HOOKS}
     assert identity["pipeline_config"] == "Wan2_2_TI2V_5B_Config"
+
+
+def test_idle_workers_leave_the_processor_alone(engine: SGLangEngine, run: Any) -> None:
+    family = psutil.Process(run(engine.identity())["pid"]).children(recursive=True)
+    workers = [process for process in family if "scheduler" in process.name()]
+    assert len(workers) == 2
+    before = [sum(worker.cpu_times()[:2]) for worker in workers]
+    time.sleep(3)
+    used = [sum(worker.cpu_times()[:2]) - start for worker, start in zip(workers, before, strict=True)]
+    assert max(used) < 0.3  # of 3 s
 
 
 @pytest.mark.parametrize("kind", ["flow_sde", "cps"])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,9 @@ def pair(**changes: Any) -> dict[str, Any]:
     return {A: torch.ones(2, 6), B: torch.ones(4, 2)} | {{"a": A, "b": B}[key]: value for key, value in changes.items()}
 
 
-def own_segments() -> list[str]:
-    """Files of shared memory that PyTorch made for this process."""
-    return [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
+def segments(pid: int) -> set[str]:
+    """Files of shared memory that PyTorch made for a process."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{pid}_")}
 
 
 @pytest.mark.parametrize(
@@ -60,9 +61,10 @@ def test_numpy_and_torch_are_the_same_adapter() -> None:
 
 
 def test_a_fractional_alpha_is_refused() -> None:
+    before = segments(os.getpid())
     with pytest.raises(WeightSyncError, match=r"lora_alpha is 2\.5"):
         serialize_update(update(pair(), alpha=2.5), "cpu")
-    assert not own_segments()
+    assert segments(os.getpid()) == before
 
 
 def test_the_digest_is_the_one_the_engine_computes() -> None:
@@ -98,18 +100,13 @@ def read_elsewhere(texts: tuple[str, ...]) -> list[dict[str, str]]:
 
 def test_every_consumer_reads_the_same_tensors_one_after_the_other() -> None:
     tensors = pair(a=torch.linspace(0, 1, 12).reshape(2, 6), b=torch.linspace(0, 1, 8).reshape(4, 2).bfloat16())
+    before = segments(os.getpid())
     payload = serialize_update(update(tensors), "cpu", consumers=3)
+    assert len(segments(os.getpid()) - before) == 1
     assert payload.nbytes == 12 * 4 + 8 * 2
     assert read_elsewhere(payload.texts) == [payload.digests] * 3
     payload.release()
-    assert not own_segments()
-
-
-def test_a_handle_nobody_opened_leaves_no_file_behind() -> None:
-    payload = serialize_update(update(pair()), "cpu", consumers=2)
-    assert own_segments()
-    payload.release()
-    assert not own_segments()
+    assert segments(os.getpid()) == before
 
 
 SENDER = """
@@ -124,10 +121,8 @@ sys.stdin.readline()
 """
 
 
-def test_a_pipe_on_the_senders_output_closes_with_the_sender() -> None:
-    """PyTorch's shared-memory daemon lives as long as a receiver does, and must not hold the sender's output open."""
-    from sglang.srt.utils import MultiprocessingSerializer
-
+def start_sender() -> tuple[subprocess.Popen[str], str]:
+    """A process that has shared an adapter and waits for a line; its handle."""
     sender = subprocess.Popen(
         [sys.executable, "-c", SENDER],
         stdin=subprocess.PIPE,
@@ -135,15 +130,37 @@ def test_a_pipe_on_the_senders_output_closes_with_the_sender() -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert sender.stdin is not None
     assert sender.stdout is not None
-    text = next(line for line in sender.stdout if len(line) > 100)
-    received = MultiprocessingSerializer.deserialize(text.strip())
-    sender.stdin.write("end\n")
-    sender.stdin.flush()
-    assert sender.wait(timeout=60) == 0
-    reader = threading.Thread(target=sender.stdout.read, daemon=True)
+    return sender, next(line for line in sender.stdout if len(line) > 100).strip()
+
+
+def test_what_nobody_opened_goes_when_the_sender_is_killed() -> None:
+    sender, _text = start_sender()
+    assert len(segments(sender.pid)) == 1
+    sender.kill()
+    sender.wait()
+    deadline = time.monotonic() + 20
+    while segments(sender.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not segments(sender.pid)
+
+
+def test_a_pipe_on_the_senders_output_closes_with_the_sender() -> None:
+    """PyTorch's shared-memory daemon lives as long as a receiver does, and must not hold the sender's output open."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    sender, text = start_sender()
+    received = MultiprocessingSerializer.deserialize(text)
+    end(sender)
+    reader = threading.Thread(target=sender.stdout.read, daemon=True)  # type: ignore[union-attr]
     reader.start()
     reader.join(timeout=10)
     assert not reader.is_alive()
     del received
+
+
+def end(sender: subprocess.Popen[str]) -> None:
+    assert sender.stdin is not None
+    sender.stdin.write("end\n")
+    sender.stdin.flush()
+    assert sender.wait(timeout=60) == 0

@@ -14,6 +14,7 @@ Args = tuple[tuple[Any, ...], dict[str, Any]]
 
 _requested = threading.local()
 _VISUAL_STREAM = "visual"
+_IDLE_POLL_MILLISECONDS = 500
 
 
 def remember_requested_size(original: Callable[..., Any], stage: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,6 +128,16 @@ def float32_adapter(original: Callable[..., Any], layer: Any, out: Any, *args: A
 
     with torch.autocast(out.device.type, enabled=False):
         return original(layer, out, *args, **kwargs)
+
+
+def wait_for_requests(scheduler: Any) -> None:
+    """Before ``recv_reqs``: the first of several workers sleeps until a request comes; the others wait for its word."""
+    if scheduler.receiver is None or not scheduler._is_multi_rank() or not scheduler.server_args.sleep_on_idle:
+        return
+    if scheduler.waiting_queue or scheduler._inflight_finalizes:
+        return
+    with scheduler._socket_lock:
+        scheduler._poller.poll(timeout=_IDLE_POLL_MILLISECONDS)
 
 
 def freeze_heap(*_args: Any, **_kwargs: Any) -> None:

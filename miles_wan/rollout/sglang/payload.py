@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,13 +41,14 @@ class SharedPayload:
     rank: int
     policy_version: int
     _buffer: Tensor | None = field(repr=False, default=None)
-    _file: Path | None = field(repr=False, default=None)
 
     def release(self) -> None:
-        """Give the buffer back. The consumers must have copied it."""
+        """Give the buffer back. The consumers must have copied it.
+
+        A handle that nobody opened still counts as a holder: its memory goes when this process ends. Unlinking it here
+        would abort a consumer that closes it late.
+        """
         self._buffer = None
-        if self._file is not None:  # a handle that nobody opened still counts as a holder
-            self._file.unlink(missing_ok=True)
 
 
 def serialize_update(update: WeightUpdate, device: torch.device | str, *, consumers: int = 1) -> SharedPayload:
@@ -66,9 +66,9 @@ def serialize_update(update: WeightUpdate, device: torch.device | str, *, consum
     buffer = bucket.get_flattened_tensor()
     content = {update.target_module: {"flattened_tensor": buffer, "metadata": bucket.get_metadata()}}
     if device.type == "cpu":
-        texts, file = _share_on_cpu(content, buffer, consumers=consumers)
+        texts = _share_on_cpu(content, buffer, consumers=consumers)
     else:
-        texts, file = _share_on_cuda(content, consumers=consumers), None
+        texts = _share_on_cuda(content, consumers=consumers)
     return SharedPayload(
         target_module=update.target_module,
         texts=texts,
@@ -79,7 +79,6 @@ def serialize_update(update: WeightUpdate, device: torch.device | str, *, consum
         rank=update.rank,
         policy_version=update.policy_version,
         _buffer=buffer,
-        _file=file,
     )
 
 
@@ -122,14 +121,11 @@ def _whole_alpha(alpha: float) -> int:
     return int(alpha)
 
 
-def _share_on_cpu(content: Mapping[str, Any], buffer: Tensor, *, consumers: int) -> tuple[tuple[str, ...], Path]:
-    """Serialized handles, and the file that stands for the shared memory."""
+def _share_on_cpu(content: Mapping[str, Any], buffer: Tensor, *, consumers: int) -> tuple[str, ...]:
     _start_shared_memory_helper()
     with _sharing_by_file_name():
         buffer.share_memory_()
-        texts = tuple(_serialize(content) for _ in range(consumers))
-        name = buffer.untyped_storage()._share_filename_cpu_()[1].decode()
-    return texts, Path("/dev/shm") / name.lstrip("/")
+        return tuple(_serialize(content) for _ in range(consumers))
 
 
 def _share_on_cuda(content: Mapping[str, Any], *, consumers: int) -> tuple[str, ...]:

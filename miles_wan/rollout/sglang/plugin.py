@@ -160,6 +160,13 @@ HOOKS: tuple[Hook, ...] = (
         marker="target.addmm_(rows, b.t())",
     ),
     Hook(
+        name="idle_wait",
+        fault="with several workers --sleep-on-idle does nothing: every idle worker keeps a core busy",
+        patches=(Patch(f"{_ROOT}.managers.scheduler.Scheduler.recv_reqs", "before", hooks.wait_for_requests),),
+        file=f"{_RUNTIME}/managers/scheduler.py",
+        marker="and not self._is_multi_rank()",
+    ),
+    Hook(
         name="quick_collection",
         fault="every push of weights collects garbage over the engine's million objects: half a second of a core per worker",
         patches=(
