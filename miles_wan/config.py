@@ -147,7 +147,9 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     weight_decay: float = Field(1e-4, ge=0, description="Decoupled weight decay of the adapters.")
-    warmup_steps: NonNegative = Field(0, description="Linear warm-up from 0, in optimizer steps; the first of them has rate 0.")
+    warmup_steps: NonNegative = Field(
+        0, description="Linear warm-up from 0, in optimizer steps; the first of them has rate 0."
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Decay after the warm-up, to 0 at the last step."
     )
