@@ -4,6 +4,7 @@ It may not know what the command does, nor how it came to be stopped.
 
 from __future__ import annotations
 
+import codecs
 import logging
 import secrets
 import shlex
@@ -130,6 +131,7 @@ class _LogFollower:
         self._copy = copy
         self._position = 0
         self._shown = True
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def pump(self) -> None:
         """Copy what is new."""
@@ -149,8 +151,12 @@ class _LogFollower:
 
     def _show(self, fresh: bytes) -> None:
         try:
-            sys.stdout.buffer.write(fresh)
-            sys.stdout.buffer.flush()
+            if sys.stdout.isatty():  # as text: live bars below it must know of every line
+                sys.stdout.write(self._decoder.decode(fresh))
+                sys.stdout.flush()
+            else:
+                sys.stdout.buffer.write(fresh)
+                sys.stdout.buffer.flush()
         except BrokenPipeError:
             self._shown = False  # nobody reads any more; the run goes on
             logger.warning("standard output is closed; the log goes on in %s", self._copy.name)

@@ -30,6 +30,7 @@ from miles_wan.config import Config
 from miles_wan.configuration import dump_config, load_config, recipe_path
 from miles_wan.errors import InputError, MilesWanError
 from miles_wan.tracking.failures import show_failure
+from miles_wan.tracking.follow import follow_progress
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ def launch(config: Config, *, entrypoint: list[str] | None = None) -> int:
         )
         signals.ray = ray
         try:
-            with ray:
+            with ray, follow_progress(output_dir / "progress.json"):
                 return _run_driver(ray, entrypoint or _driver(config), signals=signals, logs=logs)
         except StartInterruptedError:
             return signals.exit_code
