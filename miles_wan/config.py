@@ -5,7 +5,7 @@ The field descriptions here are the reference: ``docs/configuration.md`` is gene
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -18,11 +18,13 @@ class Section(BaseModel):
 
 
 def _expanded(path: str) -> str:
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+    """An unknown user stays as it is: the check of the path names it."""
+    return os.path.expanduser(path)
 
 
 LocalPath = Annotated[str, AfterValidator(_expanded)]
 Positive = Annotated[int, Field(ge=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
 
@@ -37,6 +39,7 @@ class ModelConfig(Section):
     )
     lora_targets: tuple[str, ...] = Field(
         ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"),
+        min_length=1,
         description="Layers inside the transformer blocks that get an adapter (names end with one of these).",
     )
     init_adapter: LocalPath | None = Field(
@@ -144,7 +147,7 @@ class AlgorithmConfig(Section):
 
 class OptimizerConfig(Section):
     lr: float = Field(1e-4, ge=0, description="Peak learning rate of AdamW.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW betas.")
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     weight_decay: float = Field(1e-4, ge=0, description="Decoupled weight decay of the adapters.")
     warmup_steps: NonNegative = Field(
@@ -208,8 +211,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
-    seed: NonNegative = Field(
-        0, description="Run seed: data order, noise, windows and adapter initialisation follow from it."
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="Run seed: data order, noise, windows and adapter initialisation follow from it."
     )
     num_rollouts: Positive = Field(100, description="Length of the run.")
     output_dir: LocalPath = Field(

@@ -4,6 +4,7 @@ with every fault. It checks what can be known without touching the data, a model
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def recipe_path(name: str) -> Path:
     """
     candidates = [Path(name), RECIPES / f"{name}.yaml"]
     for candidate in candidates:
-        if candidate.is_file():
+        if os.path.isfile(candidate):
             return candidate
     known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
     raise InputError([f"--recipe {name}: no such file and no such recipe; recipes are {known}"])
@@ -64,8 +65,11 @@ def load_config(recipe: Path | None, overrides: Mapping[str, Any], extra_args: S
 
 
 def dump_config(config: Config, path: Path) -> None:
-    """Write the whole configuration as a recipe that ``load_config`` reads back equal."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    """Write the whole configuration as a recipe that ``load_config`` reads back equal. Raises InputError if it cannot."""
+    try:
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    except OSError as error:
+        raise InputError([f"output_dir: {path} cannot be written ({error.strerror}); choose another folder"]) from error
 
 
 def batch_equation(config: Config) -> str:
@@ -166,7 +170,7 @@ def _other_faults(config: Config) -> list[str]:
 def _read_recipe(recipe: Path, faults: list[str]) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(recipe.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         faults.append(f"recipe {recipe}: cannot be read as YAML ({' '.join(str(error).split())})")
         return {}
     if not isinstance(tree, dict):
@@ -194,7 +198,7 @@ def _parse_args(tokens: Sequence[str], faults: list[str]) -> dict[str, Any]:
             position += 1
         try:
             parsed[key.replace("-", "_")] = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):  # a date that is none, a number without end
             parsed[key.replace("-", "_")] = value
     return parsed
 
@@ -205,12 +209,12 @@ def _set(tree: dict[str, Any], key: str, value: Any, faults: list[str]) -> None:
     for part in parents:
         if isinstance(node, dict):
             node = node.setdefault(part, {})
-        elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
+        elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
             node = node[int(part)]
         else:
             faults.append(f"--{key}: there is no {part!r} to set a field of")
             return
-    if isinstance(node, list) and last.isdigit() and int(last) < len(node):
+    if isinstance(node, list) and last.isdecimal() and int(last) < len(node):
         node[int(last)] = value
     elif isinstance(node, dict):
         node[last] = value
@@ -235,7 +239,7 @@ def _fill_parallel_sizes(tree: dict[str, Any]) -> None:
     try:
         devices = int(cluster.get("num_gpus", 1))
         others = int(rollout.get("num_engines", 1)) * int(rollout.get("sp_size", 1))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return
     if others > 0:
         rollout.setdefault("tp_size", max(1, devices // others))

@@ -177,7 +177,7 @@ def _reward_source_fault(value: str, *, is_model: bool, file: str) -> str | None
     path = Path(os.path.expanduser(value))
     if path.is_dir():
         return _reward_folder_fault(path, is_model=is_model)
-    if path.exists():
+    if os.path.exists(path):
         return "is a file; give the folder that holds it"
     if not looks_like_hub_id(value):
         return "no such folder; give a CLIP folder or a hub id"
@@ -229,7 +229,7 @@ def count_cuda_devices(environment: Mapping[str, str]) -> int:
 
 
 def _write_faults(folder: Path) -> list[str]:
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -250,7 +250,7 @@ def _holds(path: Path) -> bool:
 
 
 def _nearest_existing(path: Path) -> Path:
-    return next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
+    return next(candidate for candidate in (path, *path.absolute().parents) if os.path.exists(candidate))
 
 
 def _memory_warnings(config: Config, family: WanFamily) -> list[str]:

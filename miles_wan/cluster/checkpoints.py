@@ -52,7 +52,10 @@ class CheckpointStore:
         if not found:
             return None
         try:
-            return found[-1], json.loads((found[-1] / STATE_FILE).read_text())
+            state = json.loads((found[-1] / STATE_FILE).read_text())
+            if not isinstance(state, dict) or not state:
+                raise ValueError("it holds no state")
+            return found[-1], state
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{found[-1] / STATE_FILE} cannot be read ({error}); remove this folder to resume from the one before"

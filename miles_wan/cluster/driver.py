@@ -190,7 +190,14 @@ def run(config: Config) -> None:
         resumed_from = str(found[0]) if found else None
         summary = summarise(config, controller.state, actors, tracker, wall=wall, resumed_from=resumed_from)
         write_summary(output_dir / "summary.json", summary)
-        logger.info("done: %s", output_dir / "summary.json")
+        if summary["eval_gain_mean"] is not None:
+            logger.info(
+                "validation reward %.4f -> %.4f: gain %+.4f ± %.4f (95 %%, paired over %d records)",
+                summary["eval_reward_before"], summary["eval_reward_after"], summary["eval_gain_mean"],
+                summary["eval_gain_ci95"], summary["eval_records"],
+            )  # fmt: skip
+        logger.info("largest engine-trainer log-prob gap before an update: %.1e", summary["max_log_prob_gap"])
+        logger.info("done: adapter/, videos/, reward.png and summary.json are in %s", output_dir)
 
 
 def summarise(

@@ -98,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    _find_modules_in(Path.cwd())
     try:
         config = _read(sys.argv[1:] if argv is None else argv)
         _check(config)
@@ -106,6 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return show_failure(error)
     except SystemExit as end:  # tyro has printed its help (0) or what is wrong with a flag (2)
         return end.code if isinstance(end.code, int) else 2
+
+
+def _find_modules_in(folder: Path) -> None:
+    """A reward of the user's own may lie beside the command that starts the run; every process of the run must find it."""
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
 def _read(argv: Sequence[str]) -> Config:
@@ -148,7 +155,7 @@ def launch(config: Config, *, entrypoint: list[str] | None = None) -> int:
     output_dir = Path(config.output_dir)
     logs = output_dir / "logs"
     with output_lock(output_dir) as lock, StopSignals() as signals:
-        logs.mkdir(exist_ok=True)
+        _make_folder(logs)
         ray = LocalRay(
             config.cluster.num_gpus,
             config.cluster.device,
@@ -163,6 +170,13 @@ def launch(config: Config, *, entrypoint: list[str] | None = None) -> int:
                 return _run_driver(ray, entrypoint or _driver(config), signals=signals, logs=logs)
         except StartInterruptedError:
             return signals.exit_code
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError([f"output_dir: {path} cannot be made ({error.strerror}); choose another folder"]) from error
 
 
 def _driver(config: Config) -> list[str]:

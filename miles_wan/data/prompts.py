@@ -152,7 +152,16 @@ def _image(metadata: Mapping[str, Any], path: Path, faults: list[str]) -> Path |
         what = "empty" if image_path == "" else f"a {_type_name(image_path)}"
         faults.append(f"metadata.image_path is {what}; give a path, or leave it out for text-to-video")
         return None
-    return (path.absolute().parent / Path(image_path).expanduser()).resolve()
+    try:
+        resolved = (path.absolute().parent / Path(image_path).expanduser()).resolve()
+        special = resolved.exists() and not resolved.is_file() and not resolved.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # link loops, unknown users, bytes no path can hold
+        faults.append(f"metadata.image_path {image_path!r} is no usable path ({error}); correct it")
+        return None
+    if special:  # reading a named pipe would wait for ever
+        faults.append(f"metadata.image_path {image_path!r} is no regular file; give an image file")
+        return None
+    return resolved
 
 
 def _record(line: _Line, images: Mapping[Path, CheckedImage], *, path: Path) -> PromptRecord:

@@ -57,7 +57,7 @@ def load_function(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise InputError([_missing_module(name, module_name, error)]) from error
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         raise InputError(
             [f"reward {name!r}: importing {module_name} failed ({type(error).__name__}: {error})"]
         ) from error

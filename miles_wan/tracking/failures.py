@@ -17,7 +17,7 @@ def show_failure(error: MilesWanError) -> int:
     if not isinstance(cause, InputError):
         logger.error("the run failed: %s", cause)
         return 1
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     count = len(cause.faults)
     console.print(f"{count} fault{'s' if count > 1 else ''} in the input; nothing was trained:", style="bold red")
     for fault in cause.faults:

@@ -6,6 +6,7 @@ never the folder's name and never a whole weight file; it knows no engine and no
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,8 +94,8 @@ def resolve_model(path_or_id: str | Path) -> Path:
 
     Raises InputError if it is neither, or if the hub does not give it.
     """
-    path = Path(path_or_id).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(path_or_id))
+    if os.path.exists(path):  # unlike Path.exists, False for a name that no file can have
         return path
     if not looks_like_hub_id(path_or_id):
         raise InputError(
@@ -127,7 +128,7 @@ def _hub_fault(model_id: str, error: Exception) -> str:
 
 
 def _inspect(path: Path) -> tuple[ModelFolder | None, list[str]]:
-    if not path.exists():
+    if not os.path.exists(path):
         return None, [f"{path}: no such model folder; give the folder that holds {MODEL_INDEX}"]
     if not path.is_dir():
         return None, [f"{path}: is a file; give the model folder that holds {MODEL_INDEX}"]

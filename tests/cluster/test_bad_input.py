@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -122,3 +123,44 @@ def test_faults_of_different_kinds_come_together(refused, tmp_path: Path) -> Non
     assert "nothing.jsonl" in printed
     assert f"{tmp_path}:" in printed
     assert "num_frames" in printed
+
+
+def test_what_no_path_can_be_is_refused_and_a_pipe_is_not_waited_for(refused, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
+    paths = ["pipe.png", "loop.png", "a\0b.png", "~nosuchuser/a.png"]
+    lines = [json.dumps({"input": "a", "metadata": {"image_path": path}}) for path in paths]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    printed = refused({"--data-jsonl": str(tmp_path / "train.jsonl")})
+    for number in range(1, 5):
+        assert f"train.jsonl:{number}:" in printed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"--output-dir": "x" * 300},
+        {"--model": "x" * 5000},
+        {"--recipe": "x" * 300},
+        {"--data-jsonl": "~nosuchuser/x"},
+        {"--seed": "2020-99-99"},
+        {"--seed": str(2**64)},
+        {"--training.optimizer.betas": "[2, 3]"},
+        {"--model.lora-targets": "[]"},
+        {"--reward.functions.²": "1"},
+    ],
+)
+def test_strange_values_are_faults_and_not_tracebacks(refused, changes: dict[str, str]) -> None:
+    refused(changes)
+
+
+def test_a_reward_module_that_exits_is_a_fault(refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(5)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert "exits:score" in refused({"--reward.functions": '[{"name": "exits:score"}]', "--reward-model": None})
+
+
+def test_a_value_is_printed_as_it_was_given(refused) -> None:
+    assert "/d/:fire:/x.jsonl" in refused({"--data-jsonl": "/d/:fire:/x.jsonl"})

@@ -61,7 +61,7 @@ class SGLangEngine:
             request_timeout=self._settings.request_timeout,
         )
         info = self._info(identity, time.monotonic() - started)
-        logger.info("engine ready after %.1f s: %s", info.start_seconds, info)
+        logger.debug("engine ready after %.1f s: %s", info.start_seconds, info)
         return info
 
     async def generate(

@@ -120,7 +120,7 @@ class SGLangServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        logger.info("engine starts on %s, log %s", self.url, self._log_path)
+        logger.info("engine starts on %s (a minute or more), log %s", self.url, self._log_path)
 
     def _wait_until_healthy(self) -> None:
         deadline = time.monotonic() + self._settings.start_timeout
