@@ -80,7 +80,12 @@ def test_a_parent_that_is_gone_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_leases_are_disjoint_between_processes() -> None:
-    code = "from miles_wan.rollout.sglang.ports import PortLease; print(*PortLease(2).ports, flush=True); input()"
+    code = (
+        "from miles_wan.rollout.sglang.ports import PortLease\n"
+        "lease = PortLease(2)\n"  # a lease without a name would end with the line
+        "print(*lease.ports, flush=True)\n"
+        "input()"
+    )
     others = [
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
