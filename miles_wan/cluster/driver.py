@@ -26,12 +26,12 @@ from miles_wan.cluster.placement import (
     reserve,
 )
 from miles_wan.cluster.pools import EnginePool, RewardPool, TrainerGroup, WeightSync, gather
+from miles_wan.cluster.requests import RequestPlanner
 from miles_wan.config import Config
 from miles_wan.configuration import batch_equation
 from miles_wan.controller import Controller, Parts, RunState
 from miles_wan.data import load_records
 from miles_wan.records import Sample
-from miles_wan.rollout.requests import RequestPlanner
 from miles_wan.tracking.media import write_video
 from miles_wan.tracking.plot import plot_reward_curve
 from miles_wan.tracking.summary import mean_ci95, paired_gain, write_summary

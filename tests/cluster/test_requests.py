@@ -6,9 +6,9 @@ from collections import Counter
 
 import torch
 
+from miles_wan.cluster.requests import RequestPlanner
 from miles_wan.config import Config
 from miles_wan.records import PromptRecord
-from miles_wan.rollout.requests import RequestPlanner
 
 
 def records(count: int, *, prefix: str = "train") -> list[PromptRecord]:
