@@ -1,4 +1,4 @@
-"""Writes the reference pages that follow from the code: docs/configuration.md and docs/metrics.md.
+"""Writes the reference pages that follow from the code: docs/configuration.md and docs/metrics.md (with summary.json).
 
 python docs/generate.py
 """
@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from miles_wan.config import Config, RewardFunction
 from miles_wan.tracking.names import metrics_table_markdown
+from miles_wan.tracking.summary import summary_markdown
 
 HERE = Path(__file__).resolve().parent
 HEAD = """# Configuration
@@ -34,6 +35,11 @@ def configuration_markdown() -> str:
             parts += [f"## {name}\n", _table(f"{name}.", info.annotation.model_fields)]  # type: ignore[union-attr]
     parts += ["## reward.functions[i]\n", _table("reward.functions.0.", RewardFunction.model_fields)]
     return "\n".join(parts)
+
+
+def metrics_markdown() -> str:
+    """The page docs/metrics.md."""
+    return metrics_table_markdown() + "\n" + summary_markdown()
 
 
 def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
@@ -64,7 +70,7 @@ def _default(info: FieldInfo) -> str:
 def main() -> None:
     """Write both pages."""
     (HERE / "configuration.md").write_text(configuration_markdown())
-    (HERE / "metrics.md").write_text(metrics_table_markdown())
+    (HERE / "metrics.md").write_text(metrics_markdown())
 
 
 if __name__ == "__main__":

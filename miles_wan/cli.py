@@ -73,22 +73,17 @@ def inspect(
         console().print(f"{name:22} {value:,}" if isinstance(value, int) else f"{name:22} {value}")
 
 
-def doctor(
-    recipe: str, model: str | None = None, data_jsonl: Path | None = None, eval_data_jsonl: Path | None = None
-) -> None:
-    """Check data, images, model folder, configuration, devices and output folder; start nothing.
+def doctor() -> None:
+    """Check data, images, model folder, configuration, devices and output folder; start nothing. It takes the flags of
+    scripts/run_diffusion_grpo_wan22_ti2v.py, dotted ones included."""
 
-    Args:
-        recipe: name of a recipe in configs/, or a YAML file.
-        model: model.path.
-        data_jsonl: data.train.
-        eval_data_jsonl: data.eval.
-    """
-    from miles_wan.configuration import batch_equation, load_config, recipe_path
-    from miles_wan.doctor import check
 
-    given = {"model.path": model, "data.train": data_jsonl, "data.eval": eval_data_jsonl}
-    settings = load_config(recipe_path(recipe), {key: str(value) for key, value in given.items() if value is not None})
+def _doctor(argv: Sequence[str]) -> None:
+    from miles_wan.cluster.launch import check, find_modules_in, read_flags
+    from miles_wan.configuration import batch_equation
+
+    find_modules_in(Path.cwd())
+    settings = read_flags(argv, prog="miles-wan doctor")
     check(settings)
     console().print(batch_equation(settings))
     console().print("everything is in order")
@@ -99,8 +94,12 @@ COMMANDS: dict[str, Callable[..., Any]] = {"train": train, "tiny": tiny, "inspec
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit code 0, 1 for a fault of the run, 2 for bad input."""
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="miles-wan", args=argv)
+        if given[:1] == ["doctor"]:  # its flags are another command's
+            _doctor(given[1:])
+        else:
+            tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="miles-wan", args=given)
     except MilesWanError as error:
         sys.exit(show_failure(error))
 

@@ -22,7 +22,7 @@ def _expanded(path: str) -> str:
     return os.path.expanduser(path)
 
 
-LocalPath = Annotated[str, AfterValidator(_expanded)]
+LocalPath = Annotated[str, Field(min_length=1), AfterValidator(_expanded)]
 Positive = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]

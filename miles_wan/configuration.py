@@ -33,7 +33,15 @@ def recipe_path(name: str) -> Path:
 
 
 def load_config(recipe: Path | None, overrides: Mapping[str, Any], extra_args: Sequence[str] = ()) -> Config:
-    """Merge recipe, ``overrides`` and command line, and check the result.
+    """``read_config``, and its combinations of fields are checked, too. Raises InputError with all faults."""
+    config = read_config(recipe, overrides, extra_args)
+    if faults := check_config(config):
+        raise InputError(faults)
+    return config
+
+
+def read_config(recipe: Path | None, overrides: Mapping[str, Any], extra_args: Sequence[str] = ()) -> Config:
+    """Merge recipe, ``overrides`` and command line; every field is checked for itself.
 
     Args:
         recipe: YAML file, or None.
@@ -58,7 +66,6 @@ def load_config(recipe: Path | None, overrides: Mapping[str, Any], extra_args: S
     except ValidationError as error:
         faults += [_sentence(detail) for detail in error.errors()]
         raise InputError(faults) from None
-    faults += check_config(config)
     if faults:
         raise InputError(faults)
     return config

@@ -16,8 +16,11 @@ from PIL import Image
 
 from miles_wan import doctor
 from miles_wan.config import Config
+from miles_wan.doctor import machine, rewards
 from miles_wan.errors import InputError
 from miles_wan.tiny import TinyPaths
+from miles_wan.wan.load import load_transformer, meta_transformer
+from miles_wan.wan.lora import inject_lora, save_adapter, trainable_parameters
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -199,8 +202,53 @@ def test_two_experts_are_recognised_and_refused(tree: dict[str, Any], tmp_path: 
 def test_a_start_adapter_that_is_not_there(tree: dict[str, Any], tmp_path: Path) -> None:
     tree["model"]["init_adapter"] = str(tmp_path)
     assert only_fault(tree).startswith(f"model.init_adapter: {tmp_path}: holds no adapter")
-    (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(b"")
+
+
+def test_a_start_adapter_must_fit(tree: dict[str, Any], tmp_path: Path) -> None:
+    transformer = load_transformer(Path(tree["model"]["path"]), dtype="fp32")
+    inject_lora(transformer, rank=4, alpha=8, targets=("to_q",), seed=0)
+    save_adapter(tmp_path, {n: p.detach() for n, p in trainable_parameters(transformer)}, rank=4, alpha=8)
+    tree["model"].update(init_adapter=str(tmp_path), lora_rank=4, lora_alpha=8, lora_targets=["to_q"])
     check(tree)
+    tree["model"].update(lora_rank=8, lora_alpha=9)
+    faults = faults_of(tree)
+    assert any("expected (8, " in fault for fault in faults)
+    assert any("was trained with alpha 8" in fault for fault in faults)
+    (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(b"not safetensors")
+    assert "is not a readable adapter" in only_fault(tree)
+
+
+def test_adapter_targets_that_match_nothing(tree: dict[str, Any]) -> None:
+    tree["model"]["lora_targets"] = ["self_attn.q"]
+    assert "'self_attn.q' matches no linear layer of a block" in only_fault(tree)
+
+
+def test_weights_of_another_configuration_are_found_before_they_are_loaded(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tree["model"]["path"], tmp_path / "model"))
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_layers": 3}))
+    tree["model"]["path"] = str(folder)
+    fault = only_fault(tree)
+    assert "the weights do not fit config.json" in fault
+    assert "missing, first blocks.2." in fault
+
+
+# --- mesh
+
+
+def test_a_mesh_that_shards_nothing(tree: dict[str, Any]) -> None:
+    tree["cluster"]["num_gpus"] = 2
+    tree["training"] = {"dp_size": 1}
+    assert "shards nothing" in only_fault(tree)
+
+
+def test_a_mesh_that_does_not_fit_its_devices(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cuda(tree, monkeypatch, exist=1, each=2**16)
+    fault = only_fault(tree)
+    assert "training.dp_size = 1: a rank needs" in fault
+    assert "has 0.06 MiB" in fault
 
 
 # --- video size
@@ -231,12 +279,27 @@ def test_one_frame_without_images_is_legal(tree: dict[str, Any], tmp_path: Path)
     check(tree)
 
 
+def write_hollow_weights(folder: Path) -> None:
+    """Weights of the shapes that config.json says, as a file with a header and a hole: no disk, no time."""
+    transformer = meta_transformer(json.loads((folder / "config.json").read_text()))
+    header, end = {}, 0
+    for name, tensor in transformer.state_dict().items():
+        start, end = end, end + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    (file,) = folder.glob("*.safetensors")
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + end)
+
+
 def test_the_released_size_below_its_trained_sizes_is_a_warning(tree: dict[str, Any], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tree["model"]["path"], tmp_path / "model"))
     config = folder / "transformer" / "config.json"
     config.write_text(
         json.dumps({**json.loads(config.read_text()), "num_attention_heads": 24, "attention_head_dim": 128})
     )
+    write_hollow_weights(folder / "transformer")
     tree["model"]["path"] = str(folder)
     (warning,) = check(tree).warnings
     assert "32x32 is below the sizes wan2.2-ti2v-5b was trained at (1280x704 or 704x1280)" in warning
@@ -263,16 +326,31 @@ def test_reward_folders_must_hold_what_they_are_for(
     assert words in only_fault(tree)
 
 
+def test_a_reward_folder_must_be_a_whole_clip(tree: dict[str, Any], tmp_path: Path) -> None:
+    source, copy = tree["reward"]["functions"][0]["model"], tmp_path / "reward"
+    shutil.copytree(source, copy)
+    tree["reward"]["functions"][0].update(model=str(copy), processor=str(copy))
+    (weights,) = copy.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (copy / "tokenizer.json").write_text("{")
+    faults = faults_of(tree)
+    assert len(faults) == 2
+    assert f"{weights.name} is not a whole weight file" in faults[0]
+    assert "does not load as a CLIP processor" in faults[1]
+    (copy / "config.json").write_text('{"model_type": "bert"}')
+    assert "is a model of type 'bert'" in faults_of(tree)[0]
+
+
 def test_hub_ids_of_rewards_are_faults_only_when_they_cannot_come(
     tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree["reward"]["functions"] = [{"name": "pickscore"}]  # the released model and processor, by hub id
-    monkeypatch.setattr(doctor, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(doctor, "is_offline_mode", lambda: True)
+    monkeypatch.setattr(rewards, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(rewards, "is_offline_mode", lambda: True)
     faults = faults_of(tree)
     assert len(faults) == 2
     assert all("HF_HUB_OFFLINE" in fault for fault in faults)
-    monkeypatch.setattr(doctor, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(rewards, "is_offline_mode", lambda: False)
     check(tree)
 
 
@@ -293,25 +371,37 @@ def test_a_users_reward_must_be_importable(
 def test_more_worker_slots_than_cores_is_a_warning(tree: dict[str, Any]) -> None:
     cores = len(os.sched_getaffinity(0))
     tree["cluster"]["num_gpus"] = cores + 1
+    shard_over_all(tree)
     (warning,) = check(tree).warnings
     assert f"{cores + 1} worker slots share {cores} CPU core(s)" in warning
 
 
-def use_cuda(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, exist: int, **cluster: Any) -> list[str | None]:
+def shard_over_all(tree: dict[str, Any]) -> None:
+    """Every device gets a rank and a prompt."""
+    devices = tree["cluster"].get("num_gpus", 1)
+    tree["training"] = {"dp_size": devices}
+    tree["rollout"]["prompts_per_rollout"] = devices
+
+
+def use_cuda(
+    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, exist: int, each: int = 2**36, **cluster: Any
+) -> list[str | None]:
     """Pretend that ``exist`` devices exist; the lists that were asked about are returned."""
     lists: list[str | None] = []
 
-    def count(environment: dict[str, str]) -> int:
+    def ask(environment: dict[str, str]) -> list[int]:
         listed = environment.get("CUDA_VISIBLE_DEVICES")
         lists.append(listed)
         if listed is None:
-            return exist
+            return [each] * exist
         numbers = [int(number) for number in listed.split(",") if number]
-        return next((i for i, number in enumerate(numbers) if number >= exist), len(numbers))  # as CUDA reads it
+        seen = next((i for i, number in enumerate(numbers) if number >= exist), len(numbers))  # as CUDA reads it
+        return [each] * seen
 
-    monkeypatch.setattr(doctor, "count_cuda_devices", count)
+    monkeypatch.setattr(machine, "cuda_device_bytes", ask)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     tree["cluster"] = {"device": "cuda", **cluster}
+    shard_over_all(tree)
     return lists
 
 
@@ -326,6 +416,7 @@ def test_more_gpus_than_exist(tree: dict[str, Any], monkeypatch: pytest.MonkeyPa
     assert fault.startswith("cluster.num_gpus: 5 asked for")
     assert "4 CUDA device(s)" in fault
     tree["cluster"]["num_gpus"] = 4
+    shard_over_all(tree)
     check(tree)
 
 
@@ -343,10 +434,15 @@ def test_the_device_list_must_exist(
 
 def test_an_environment_that_hides_all_devices_shows_none() -> None:
     """The real question, asked in a process of its own."""
-    assert doctor.count_cuda_devices({**os.environ, "CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert machine.cuda_device_bytes({**os.environ, "CUDA_VISIBLE_DEVICES": ""}) == []
 
 
 # --- output folder
+
+
+def test_the_root_of_the_file_system_is_no_output_folder(tree: dict[str, Any]) -> None:
+    tree["output_dir"] = "/"
+    assert "is the root of the file system" in only_fault(tree)
 
 
 @pytest.mark.parametrize("below", ["file", "file/run", "file/runs/run"])
@@ -381,7 +477,7 @@ def test_an_empty_output_folder_is_kept(tree: dict[str, Any]) -> None:
 
 
 def test_a_full_disk(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - 2**29, 2**29))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - 2**29, 2**29))
     assert "only 0.50 GiB are free" in only_fault(tree)
 
 
@@ -389,7 +485,7 @@ def test_samples_that_do_not_fit_into_shared_memory_are_a_warning(
     tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {"/dev/shm": 64 * 2**20}
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(2**40, 0, free.get(str(path), 2**39)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, free.get(str(path), 2**39)))
     assert check(tree).warnings == ()  # tiny videos fit into 64 MiB
     tree["rollout"].update(width=1280, height=1280, num_frames=121)
     (warning, *_) = check(tree).warnings

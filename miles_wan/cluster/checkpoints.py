@@ -65,7 +65,10 @@ class CheckpointStore:
         """Remove what an interrupted save left."""
         for path in self._directory.glob(f"{PARTIAL}*"):
             logger.info("removing the unfinished checkpoint %s", path)
-            shutil.rmtree(path)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def save(self, finished: int, state: dict[str, Any], write_shards: Callable[[str], None]) -> Path:
         """Write one checkpoint and commit it, then remove the oldest beyond ``keep_last``.

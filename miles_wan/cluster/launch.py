@@ -27,7 +27,7 @@ import tyro
 from miles_wan.cluster.job import Job
 from miles_wan.cluster.local_ray import LocalRay, StartInterruptedError, check_environment
 from miles_wan.config import Config
-from miles_wan.configuration import dump_config, load_config, recipe_path
+from miles_wan.configuration import dump_config, read_config, recipe_path
 from miles_wan.errors import InputError, MilesWanError
 from miles_wan.tracking.failures import show_failure
 from miles_wan.tracking.follow import follow_progress
@@ -98,10 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    _find_modules_in(Path.cwd())
+    find_modules_in(Path.cwd())
     try:
-        config = _read(sys.argv[1:] if argv is None else argv)
-        _check(config)
+        config = read_flags(sys.argv[1:] if argv is None else argv)
+        check(config)
         return launch(config)
     except MilesWanError as error:
         return show_failure(error)
@@ -109,15 +109,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else 2
 
 
-def _find_modules_in(folder: Path) -> None:
+def find_modules_in(folder: Path) -> None:
     """A reward of the user's own may lie beside the command that starts the run; every process of the run must find it."""
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
-def _read(argv: Sequence[str]) -> Config:
-    flags, rest = tyro.cli(Flags, args=argv, return_unknown_args=True)
-    return load_config(recipe_path(flags.recipe), _overrides(flags), rest)
+def read_flags(argv: Sequence[str], *, prog: str | None = None) -> Config:
+    """The configuration that a command line of the launcher means; ``check`` has not seen it yet. Raises InputError."""
+    flags, rest = tyro.cli(Flags, args=argv, prog=prog, return_unknown_args=True)
+    return read_config(recipe_path(flags.recipe), _overrides(flags), rest)
 
 
 def _overrides(flags: Flags) -> Mapping[str, Any]:
@@ -125,7 +126,8 @@ def _overrides(flags: Flags) -> Mapping[str, Any]:
     return {_PLACES.get(name, name): value for name, value in given.items()}
 
 
-def _check(config: Config) -> None:
+def check(config: Config) -> None:
+    """All that can be known before anything starts. Raises InputError with every fault."""
     from miles_wan import doctor  # slow to import, and not needed for --help
 
     faults = check_environment()

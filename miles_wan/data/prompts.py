@@ -121,7 +121,19 @@ def _prompt(value: Mapping[str, Any], faults: list[str]) -> str:
         return ""
     if not prompt.strip():
         faults.append("input is empty; write the prompt or remove the line")
+    faults += _faults_of_text(prompt, "input")
     return prompt
+
+
+def _faults_of_text(text: str, name: str) -> list[str]:
+    """A text that cannot be encoded or is cut by a C string would fail in the engine, in the middle of a run."""
+    if "\0" in text:
+        return [f"{name} holds a NUL character; remove it"]
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return [f"{name} holds half of a surrogate pair at character {error.start}; correct the escape"]
+    return []
 
 
 def _metadata(value: Mapping[str, Any], faults: list[str]) -> Mapping[str, Any]:
@@ -141,6 +153,8 @@ def _negative_prompt(value: Mapping[str, Any], metadata: Mapping[str, Any], faul
         return None
     if len(set(given)) > 1:
         faults.append("negative_prompt differs from metadata.negative_prompt; keep one of them")
+    for prompt in given:
+        faults += _faults_of_text(prompt, "negative_prompt")
     return given[0] if given else None
 
 

@@ -39,6 +39,8 @@ def user_function(name: str) -> RewardCallable:
         known = ", ".join(sorted(BUILT_IN))
         raise InputError([f"reward {name!r}: is not built in ({known}); name your own as package.module:function"])
     function = load_function(name)
+    if inspect.iscoroutinefunction(function):
+        raise InputError([f"reward {name!r}: is an async function; write a plain def f(batch) that returns the scores"])
     try:
         inspect.signature(function).bind([])
     except TypeError as error:

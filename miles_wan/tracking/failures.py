@@ -10,6 +10,9 @@ from miles_wan.errors import InputError, MilesWanError
 
 logger = logging.getLogger(__name__)
 
+# Who has more faults than this mends the generator of the file, not its lines.
+_SHOWN = 200
+
 
 def show_failure(error: MilesWanError) -> int:
     """Print ``error`` and return the exit code: 2 for bad input, with every fault on a line, else 1."""
@@ -20,8 +23,10 @@ def show_failure(error: MilesWanError) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     count = len(cause.faults)
     console.print(f"{count} fault{'s' if count > 1 else ''} in the input; nothing was trained:", style="bold red")
-    for fault in cause.faults:
+    for fault in cause.faults[:_SHOWN]:
         console.print(f"  - {fault}", markup=False)
+    if count > _SHOWN:
+        console.print(f"  ... and {count - _SHOWN} more", markup=False)
     return 2
 
 

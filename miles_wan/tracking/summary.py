@@ -20,30 +20,37 @@ from miles_wan.tracking.writing import TrackingError, plain_number, replacing
 
 logger = logging.getLogger(__name__)
 
-REQUIRED_KEYS = (
-    "rollouts",
-    "seconds",
-    "seconds_by_phase",
-    "eval_reward_before",
-    "eval_reward_after",
-    "eval_gain_mean",
-    "eval_gain_ci95",
-    "tp_size",
-    "dp_size",
-    "fsdp_blocks",
-    "trainable_parameters",
-    "total_parameters",
-    "lora_tensors",
-    "layer_prefixes",
-    "unmapped",
-    "max_log_prob_gap",
-    "log_prob_pairs_compared",
-    "max_ratio_minus_one_before_update",
-    "sync_seconds_mean",
-    "videos_scored",
-    "dropped_samples",
-    "resumed_from",
-)
+SUMMARY_FIELDS: Mapping[str, str] = {
+    "rollouts": "Rollouts finished, those before a resume included",
+    "seconds": "Wall time of the loop, before a resume included",
+    "seconds_by_phase": "Exclusive phases of the driver; they add up to `seconds` but for what lies between them",
+    "eval_reward_before": "Mean validation reward before training; null without validation, as all of these",
+    "eval_reward_after": "Mean validation reward of the last validation, not of the best",
+    "eval_gain_mean": "Mean over the records of after minus before",
+    "eval_gain_ci95": "Half-width of its 95 % interval, paired over the records",
+    "tp_size": "Tensor-parallel size of an engine",
+    "dp_size": "FSDP2 ranks",
+    "fsdp_blocks": "Transformer blocks that are sharded",
+    "trainable_parameters": "Parameters of the adapters",
+    "total_parameters": "Parameters of the transformer, adapters included",
+    "lora_tensors": "Adapter tensors applied by each engine at the last weight sync",
+    "layer_prefixes": "Layers that they belong to",
+    "unmapped": "Tensors without a place in the engine at the last weight sync; anything but 0 ends the run",
+    "max_log_prob_gap": "Largest difference between engine and trainer about a log-prob before an update",
+    "log_prob_pairs_compared": "(sample, kept step) pairs compared for it",
+    "max_ratio_minus_one_before_update": "Largest distance of a likelihood ratio from 1 before an update",
+    "sync_seconds_mean": "Mean time of a weight sync: gather, send, apply, verify",
+    "videos_scored": "Training videos scored",
+    "dropped_samples": "Training videos given up",
+    "resumed_from": "Checkpoint that this run continued from; null if none",
+}
+REQUIRED_KEYS = tuple(SUMMARY_FIELDS)
+
+
+def summary_markdown() -> str:
+    """The section of docs/metrics.md about the file."""
+    rows = "".join(f"| `{key}` | {meaning} |\n" for key, meaning in SUMMARY_FIELDS.items())
+    return f"## summary.json\n\nWritten at the end of a run. These fields are always there:\n\n| field | meaning |\n|---|---|\n{rows}"
 
 
 class Interval(NamedTuple):

@@ -24,6 +24,7 @@ from miles_wan.faults import reach
 from miles_wan.records import TrainItem, derived_seed
 from miles_wan.training import checkpoint
 from miles_wan.training.batch import micro_batches
+from miles_wan.training.mesh import MeshMemory, estimate, held_bytes
 from miles_wan.training.objective import Objective, PairStatistics
 from miles_wan.training.sharding import (
     count_sharded_blocks,
@@ -71,11 +72,13 @@ class TrainingWorker:
             seed=derived_seed(config.seed, "lora"),
         )
         if model.init_adapter is not None:
-            load_adapter(transformer, Path(model.init_adapter), rank=model.lora_rank, alpha=model.lora_alpha)
+            load_adapter(transformer, Path(model.init_adapter), alpha=model.lora_alpha)
         self.report: ModelReport = report(transformer)
+        memory = estimate(transformer, ranks=rank.world_size)
         shard_transformer(
             transformer, device=self.device, activation_checkpointing=config.training.activation_checkpointing
         )
+        _check_sharded(transformer, memory, rank=rank.rank)
         self.transformer = transformer
         self.sharded_blocks = count_sharded_blocks(transformer)
         self._objective = Objective(transformer, config, expand_timesteps=expand_timesteps)
@@ -227,3 +230,19 @@ class TrainingWorker:
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
+
+
+def _check_sharded(transformer: torch.nn.Module, memory: MeshMemory, *, rank: int) -> None:
+    """Say what the mesh costs, and that this rank holds its share and not the whole.
+
+    Raises:
+        MilesWanError: the rank holds more than its share.
+    """
+    held = held_bytes(transformer)
+    if held > memory.weight_bytes:
+        raise MilesWanError(
+            f"rank {rank} of {memory.ranks} holds {held} bytes of weights, its share is {memory.weight_bytes}: "
+            "the mesh does not shard the model"
+        )
+    if rank == 0:
+        logger.info("%s", memory.text)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
@@ -19,10 +20,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from miles_wan.errors import InputError
+from miles_wan.wan.load import stored_shapes
 
 ADAPTER = "default"
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 METADATA_KEY = "lora_adapter_metadata"
+PREFIX = "transformer."
 
 
 @dataclass(frozen=True)
@@ -120,40 +123,65 @@ def _suffixes(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted({layer_prefix(name).split(".", 2)[2] for name in tensors})
 
 
-def load_adapter(transformer: WanTransformer3DModel, path: Path, *, rank: int, alpha: int) -> None:
+def load_adapter(transformer: WanTransformer3DModel, path: Path, *, alpha: int) -> None:
     """Copy an adapter file or folder (diffusers format) into the injected, not yet sharded adapters.
 
     Raises:
         InputError: file missing or broken, other layers, other rank or alpha.
     """
-    file = path / WEIGHTS_NAME if path.is_dir() else path
+    if faults := adapter_faults(transformer, path, alpha=alpha):
+        raise InputError(faults)
+    stored = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(adapter_file(path)).items()}
+    with torch.no_grad():
+        for name, parameter in trainable_parameters(transformer):
+            parameter.copy_(stored[name])
+
+
+def adapter_file(path: Path) -> Path:
+    """The weights of an adapter given as folder or file."""
+    return path / WEIGHTS_NAME if path.is_dir() else path
+
+
+def adapter_faults(transformer: WanTransformer3DModel, path: Path, *, alpha: int) -> list[str]:
+    """Why the adapter at ``path`` does not fit the adapters injected into ``transformer``, from its header alone."""
+    file = adapter_file(path)
     if not file.is_file():
-        raise InputError([f"model.init_adapter: {file} does not exist; give a folder with {WEIGHTS_NAME} or the file"])
+        return [f"model.init_adapter: {path}: holds no adapter; give a folder with {WEIGHTS_NAME}, or the file"]
     try:
-        stored = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
-        with safe_open(file, "pt") as handle:
-            metadata = json.loads((handle.metadata() or {}).get(METADATA_KEY, "{}"))
-    except Exception as error:
-        raise InputError([f"model.init_adapter: {file} is not a readable safetensors file ({error})"]) from error
-    own = dict(trainable_parameters(transformer))
-    faults = [f"model.init_adapter: {file} lacks {name}" for name in own if name not in stored][:5]
-    faults += [
-        f"model.init_adapter: {file} has {name}, which model.lora_targets leaves out"
-        for name in stored
-        if name not in own
-    ][:5]
-    faults += [
-        f"model.init_adapter: {name} is {tuple(stored[name].shape)}, expected {tuple(own[name].shape)}; set model.lora_rank"
-        for name in own
-        if name in stored and stored[name].shape != own[name].shape
-    ][:5]
-    stored_alpha = metadata.get("transformer.lora_alpha", metadata.get("lora_alpha"))
+        stored = {name.removeprefix(PREFIX): shape for name, shape in stored_shapes(file).items()}
+        stored_alpha = _stored_alpha(file)
+    except Exception as error:  # safetensors, JSON, the file system: each has errors of its own
+        return [f"model.init_adapter: {file} is not a readable adapter in safetensors format ({error})"]
+    own = {name: tuple(parameter.shape) for name, parameter in trainable_parameters(transformer)}
+    faults = _first([f"model.init_adapter: {file} lacks {name}" for name in own if name not in stored])
+    faults += _first(
+        [
+            f"model.init_adapter: {file} has {name}, which model.lora_targets leaves out"
+            for name in stored
+            if name not in own
+        ]
+    )
+    faults += _first(
+        [
+            f"model.init_adapter: {name} is {stored[name]}, expected {shape}; set model.lora_rank"
+            for name, shape in own.items()
+            if name in stored and stored[name] != shape
+        ]
+    )
     if stored_alpha is not None and stored_alpha != alpha:
         faults.append(
             f"model.init_adapter: {file} was trained with alpha {stored_alpha}, model.lora_alpha is {alpha}; make them equal"
         )
-    if faults:
-        raise InputError(faults)
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(stored[name])
+    return faults
+
+
+def _first(faults: list[str], limit: int = 5) -> list[str]:
+    """The same fault of every layer is one fault: name a few layers and count the rest."""
+    rest = len(faults) - limit
+    return [*faults[:limit], f"model.init_adapter: ... and {rest} more of this kind"] if rest > 0 else faults
+
+
+def _stored_alpha(file: Path) -> Any:
+    with safe_open(file, "pt") as handle:
+        metadata = json.loads((handle.metadata() or {}).get(METADATA_KEY, "{}"))
+    return metadata.get(f"{PREFIX}lora_alpha", metadata.get("lora_alpha"))

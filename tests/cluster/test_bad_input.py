@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_wan import cli
 from miles_wan.cluster import launch as launcher
 from miles_wan.tiny import TinyPaths
 
@@ -164,3 +165,47 @@ def test_a_reward_module_that_exits_is_a_fault(refused, tmp_path: Path, monkeypa
 
 def test_a_value_is_printed_as_it_was_given(refused) -> None:
     assert "/d/:fire:/x.jsonl" in refused({"--data-jsonl": "/d/:fire:/x.jsonl"})
+
+
+def test_faults_of_configuration_and_data_are_told_together(refused, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"input": ""}\n')
+    printed = refused({"--data-jsonl": str(tmp_path / "train.jsonl"), "--training.micro-batch-size": "7"})
+    assert "2 faults in the input" in printed
+    assert "training.micro_batch_size = 7 does not divide" in printed
+    assert "train.jsonl:1: input is empty" in printed
+
+
+def test_thousands_of_faults_are_counted_not_printed(refused, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"input": ""}\n' * 3000)
+    printed = refused({"--data-jsonl": str(tmp_path / "train.jsonl")})
+    assert "3000 faults in the input" in printed
+    assert printed.count("input is empty") == 200
+    assert "... and 2800 more" in printed
+
+
+@pytest.mark.parametrize("flag", ["--model", "--data-jsonl", "--output-dir"])
+def test_an_empty_path_is_a_fault_of_its_flag(refused, flag: str) -> None:
+    assert "string should have at least 1 character" in refused({flag: ""})
+
+
+def test_doctor_takes_the_flags_of_the_launcher_and_starts_nothing(
+    tiny_paths: TinyPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {
+        "--recipe": "tiny_ti2v",
+        "--model": str(tiny_paths.model),
+        "--reward-model": str(tiny_paths.reward),
+        "--data-jsonl": str(tiny_paths.train_jsonl),
+        "--eval-data-jsonl": str(tiny_paths.eval_jsonl),
+        "--output-dir": str(tmp_path / "run"),
+        "--rollout.num-frames": "6",
+    }
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", *(token for item in flags.items() for token in item)])
+    assert ended.value.code == 2
+    assert "rollout.num_frames: 6" in capsys.readouterr().err
+    flags["--rollout.num-frames"] = "9"
+    cli.main(["doctor", *(token for item in flags.items() for token in item)])
+    printed = capsys.readouterr()
+    assert "everything is in order" in printed.out + printed.err
+    assert list(tmp_path.iterdir()) == []

@@ -62,6 +62,7 @@ def test_an_unfinished_checkpoint_never_loads_and_is_removed(tmp_path):
     partial = tmp_path / "checkpoints" / "partial-rollout_000002"
     partial.mkdir()
     (partial / STATE_FILE).write_text('{"finished": 2}')  # everything but the commit
+    (tmp_path / "checkpoints" / "partial-file").write_text("")
     bare = tmp_path / "checkpoints" / "rollout_000003"
     bare.mkdir()  # no state: not ours, or deleted halfway
     assert kept.latest()[1] == {"finished": 1}

@@ -39,6 +39,7 @@ def infinite(batch): return [float("-inf")] * len(batch)
 def text(batch): return ["good"] * len(batch)
 def nothing(batch): return None
 def raises(batch): raise KeyError("target")
+async def later(batch): return [0.0] * len(batch)
 def two(batch, other): return [0.0] * len(batch)
 class Scorer: pass
 """
@@ -160,6 +161,7 @@ def test_totals_are_finite_numbers() -> None:
         ("my_rewards:absent", ["has no 'absent'", "my_rewards.py"]),
         ("my_rewards:NUMBER", ["is a int", "function"]),
         ("my_rewards:Scorer", ["is a class", "function"]),
+        ("my_rewards:later", ["is an async function", "def f(batch)"]),
         ("my_rewards:two", ["cannot be called with one batch", "other"]),
         ("my_rewards:", ["package.module:function"]),
         (":f", ["package.module:function"]),

