@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -40,6 +41,7 @@ def tiny(out: Path, seed: int = 0) -> None:
         out: folder to make them in.
         seed: what the random weights and the data follow from.
     """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries, before they are imported
     from miles_wan.tiny import make_tiny
 
     paths = make_tiny(out, seed=seed)

@@ -62,6 +62,9 @@ _QUIET = {
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     # setproctitle would overwrite the environment area of a process, and with it the marker.
     "SPT_NOENV": "1",
+    # Logs are kept in files: no colours, no bars of the libraries.
+    "RAY_COLOR_PREFIX": "0",
+    "TQDM_DISABLE": "1",
 }
 # Settings of another cluster of the user's, which must not leak into this one.
 _FOREIGN = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_NAMESPACE", "RAY_START_HOOK")
