@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from miles_wan.algorithms.elements import wide
+
 NORMALIZATIONS = ("group_std", "global_std", "none")
 
 
@@ -15,9 +17,10 @@ def group_advantages(
     normalize: str = "group_std",
     ddof: int = 0,
     eps: float = 1e-4,
+    floor: float = 0.0,
     clip: float | None = None,
 ) -> Tensor:
-    """A = (r - mean of the group) / (std + eps).
+    """A = (r - mean of the group) / (max(std, floor) + eps).
 
     Args:
         rewards: [N].
@@ -25,6 +28,8 @@ def group_advantages(
         normalize: ``group_std`` or ``global_std`` (std of the group or of all rewards), ``none`` (Dr.GRPO).
         ddof: 0 divides by n, 1 by n - 1.
         eps: added to the std.
+        floor: a smaller std counts as this. The field has one or the other: Flow-GRPO and verl-omni eps 1e-4, DanceGRPO
+            eps 1e-8, Flow-Factory floor 1e-6 with eps 0.
         clip: advantages are clamped to +- this.
 
     Returns:
@@ -35,37 +40,41 @@ def group_advantages(
     """
     if normalize not in NORMALIZATIONS:
         raise ValueError(f"unknown normalization {normalize!r}; known: {', '.join(NORMALIZATIONS)}")
-    if rewards.shape != group_ids.shape or rewards.dim() != 1:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and group ids {tuple(group_ids.shape)} must be equal vectors")
-    if not bool(torch.isfinite(rewards).all()):
-        raise ValueError(
-            f"rewards at positions {torch.nonzero(~torch.isfinite(rewards)).flatten().tolist()} are not finite"
-        )
-    values = rewards if rewards.dtype == torch.float64 else rewards.float()
+    check_rewards(rewards, group_ids)
+    values = wide(rewards)
     advantages = torch.zeros_like(values)
-    global_std = _std(values, ddof)
     for group in group_ids.unique():
         members = group_ids == group
         own = values[members]
-        if _all_equal(own):
+        if all_equal(own):
             continue
         centred = own - own.mean()
-        if normalize == "group_std":
-            centred = centred / (_std(own, ddof) + eps)
-        elif normalize == "global_std":
-            centred = centred / (global_std + eps)
+        if normalize != "none":
+            spread = std(own if normalize == "group_std" else values, ddof)
+            centred = centred / (spread.clamp(min=floor) + eps)
         advantages[members] = centred
     return advantages if clip is None else advantages.clamp(-clip, clip)
 
 
 def count_equal_groups(rewards: Tensor, group_ids: Tensor) -> int:
     """Groups whose rewards are all equal: they teach nothing."""
-    return sum(_all_equal(rewards[group_ids == group]) for group in group_ids.unique())
+    return sum(all_equal(rewards[group_ids == group]) for group in group_ids.unique())
 
 
-def _all_equal(values: Tensor) -> bool:
+def check_rewards(rewards: Tensor, group_ids: Tensor, *, name: str = "rewards") -> None:
+    """Raises ValueError unless both are vectors of one length and the rewards are finite."""
+    if rewards.shape != group_ids.shape or rewards.dim() != 1:
+        raise ValueError(f"{name} {tuple(rewards.shape)} and group ids {tuple(group_ids.shape)} must be equal vectors")
+    strange = torch.nonzero(~torch.isfinite(rewards)).flatten().tolist()
+    if strange:
+        raise ValueError(f"{name} at positions {strange} are not finite")
+
+
+def all_equal(values: Tensor) -> bool:
+    """Whether ``values`` [n] are one number; one value is."""
     return bool((values == values[0]).all())
 
 
-def _std(values: Tensor, ddof: int) -> Tensor:
+def std(values: Tensor, ddof: int) -> Tensor:
+    """The std of ``values`` [n], 0 where ``ddof`` leaves nothing to divide by."""
     return values.std(correction=ddof) if values.numel() > ddof else values.new_zeros(())

@@ -4,8 +4,18 @@ Convention: x_s = (1 - s) x0 + s e with sigma s in [0, 1], velocity v = e - x0, 
 This room imports torch alone.
 """
 
-from miles_wan.flow.sigmas import shift_sigma, shifted_sigmas
-from miles_wan.flow.steps import select_steps, step_range
-from miles_wan.flow.transitions import Transition, transition
+from miles_wan.flow.sigmas import explicit_sigmas, shift_sigma, shifted_sigmas
+from miles_wan.flow.steps import STRATEGIES, select_steps, step_range
+from miles_wan.flow.transitions import KINDS, Transition, transition
 
-__all__ = ["Transition", "select_steps", "shift_sigma", "shifted_sigmas", "step_range", "transition"]
+__all__ = [
+    "KINDS",
+    "STRATEGIES",
+    "Transition",
+    "explicit_sigmas",
+    "select_steps",
+    "shift_sigma",
+    "shifted_sigmas",
+    "step_range",
+    "transition",
+]

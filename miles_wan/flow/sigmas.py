@@ -1,6 +1,8 @@
-"""The sigma grid of training and validation alike, in closed form."""
+"""The sigma grid of training and validation alike: in closed form, or given number by number and checked."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,3 +33,33 @@ def shifted_sigmas(num_steps: int, shift: float, *, num_train_timesteps: int = 1
     lowest = shift_sigma(torch.tensor(1 / num_train_timesteps, dtype=torch.float64), shift)
     base = torch.linspace(1.0, float(lowest), num_steps, dtype=torch.float64)
     return torch.cat([shift_sigma(base, shift), base.new_zeros(1)]).float()
+
+
+def explicit_sigmas(sigmas: Sequence[float]) -> Tensor:
+    """A grid given number by number, checked. No shift is applied to it.
+
+    Args:
+        sigmas: N + 1 values from pure noise down to the terminal 0, strictly falling.
+
+    Returns:
+        float32 tensor [N + 1].
+
+    Raises:
+        ValueError: with everything that is wrong with the list.
+    """
+    values = [float(sigma) for sigma in sigmas]
+    faults = []
+    if len(values) < 2:
+        faults.append("it needs at least a first sigma and the terminal 0")
+    # Solvers such as UniPC start a little below 1; from much below, unit noise would not be the state at sigma.
+    if values and not 0.99 <= values[0] <= 1:
+        faults.append(f"it starts at {values[0]}, not in [0.99, 1]: a rollout starts from pure noise")
+    if values and values[-1] != 0:
+        faults.append(f"it ends at {values[-1]}: append the terminal 0")
+    grid = torch.tensor(values, dtype=torch.float32)
+    rises = [k for k, falls in enumerate((grid.diff() < 0).tolist()) if not falls]
+    if rises:
+        faults.append(f"it does not fall (in float32) after the entries {rises}")
+    if faults:
+        raise ValueError(f"sigmas {values} are no grid: {'; '.join(faults)}")
+    return grid

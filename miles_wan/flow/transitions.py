@@ -11,13 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-KINDS = ("flow_sde", "dance_sde", "cps", "ode")
+ETA_KINDS = ("flow_sde", "dance_sde", "cps")
+KINDS = (*ETA_KINDS, "ode", "flow_grpo_wan")
+CPS_LOG_PROBS = ("density", "squared_error")
 
 
 @dataclass(frozen=True)
 class Transition:
     """``mean`` [B, ...]; ``std`` [B] of the noise actually added; ``next_sample`` [B, ...]; ``log_prob`` [B], the true
-    Gaussian density, mean over the sampled elements (0 for ode)."""
+    Gaussian log-density, mean over the sampled elements (0 for ode). float32, or float64 where an input was."""
 
     mean: Tensor
     std: Tensor
@@ -38,24 +40,34 @@ def transition(
     noise: Tensor | None = None,
     generator: torch.Generator | None = None,
     mask: Tensor | None = None,
+    cps_log_prob: str = "density",
 ) -> Transition:
     """Score or sample the step from ``sigma`` to ``sigma_next``.
 
     Args:
-        kind: ``flow_sde`` (Flow-GRPO), ``dance_sde`` (DanceGRPO), ``cps`` (coefficient-preserving), ``ode`` (Euler).
+        kind: ``flow_sde`` (Flow-GRPO), ``dance_sde`` (DanceGRPO), ``cps`` (coefficient-preserving), ``ode`` (Euler),
+            ``flow_grpo_wan`` (the law of Flow-GRPO's Wan script, which has no eta). Formulas: docs/transitions.md.
         sample: x [B, ...] at ``sigma``.
         velocity: v [B, ...], after guidance.
         sigma, sigma_next: scalars or [B].
-        sigma_max: replaces sigma in 1 / (1 - sigma) where sigma is 1: the grid's second value.
-        noise_level: eta.
+        sigma_max: the grid's second value. ``flow_sde`` puts it for sigma into 1 / (1 - sigma) where sigma is 1;
+            ``flow_grpo_wan`` scales its noise by it.
+        noise_level: eta; ``ode`` and ``flow_grpo_wan`` do not read it. At 0 a step can be taken (it is then the
+            ode's, with log_prob 0) but not scored.
         next_sample, noise, generator: exactly one. ``next_sample`` is scored; ``noise`` (unit normal) or draws from
             ``generator`` make the next sample.
         mask: broadcastable to [B, ...], 1 where an element was sampled, 0 where it was given. Given elements do not
             count in ``log_prob``.
+        cps_log_prob: ``density``, or ``squared_error`` for -(y - mean)^2 without variance and constants, as in
+            Flow-CPS and the curves published with it. The other kinds do not read it.
 
     Raises:
-        ValueError: unknown kind, not exactly one source, or a law without a density (std 0) at this step.
+        ValueError: unknown kind or option, not exactly one source, or a law without a density (std 0) at this step.
     """
+    if kind not in KINDS:
+        raise ValueError(f"unknown transition {kind!r}; known: {', '.join(KINDS)}")
+    if cps_log_prob not in CPS_LOG_PROBS:
+        raise ValueError(f"unknown cps_log_prob {cps_log_prob!r}; known: {', '.join(CPS_LOG_PROBS)}")
     if sum(value is not None for value in (next_sample, noise, generator)) != 1:
         raise ValueError("give exactly one of next_sample (to score it), noise or generator (to sample)")
     dtype = torch.promote_types(torch.promote_types(sample.dtype, velocity.dtype), torch.float32)
@@ -63,21 +75,26 @@ def transition(
     s, n, top = (_per_sample(value, x) for value in (sigma, sigma_next, sigma_max))
     mean, std = _law(kind, x, v, s=s, n=n, top=top, eta=noise_level)
     flat_std = std.reshape(-1)
+    # Without noise the step is Euler's, algebraically: it can be taken, but there is no density to score it with.
+    deterministic = kind == "ode" or (kind in ETA_KINDS and noise_level == 0 and next_sample is None)
     if next_sample is None:
         if noise is None:
             noise = torch.randn(x.shape, generator=generator, dtype=dtype, device=x.device)
         next_sample = mean + std * noise.to(dtype)
     y = next_sample.to(dtype)
-    if kind == "ode":
+    if deterministic:
         return Transition(mean, flat_std, y, torch.zeros_like(flat_std))
     if not bool((flat_std > 0).all()):
         raise ValueError(
-            f"{kind} adds no noise from sigma {s.flatten().tolist()} to {n.flatten().tolist()}: no density"
+            f"{kind} with noise level {noise_level} adds no noise from sigma {s.flatten().tolist()} to"
+            f" {n.flatten().tolist()}: no density; take this step with ode"
         )
     residual = y - mean
     if mask is not None:
         # Before the square, so that a given element (also a NaN) moves neither the value nor a gradient.
         residual = torch.where(mask.expand_as(residual) > 0, residual, torch.zeros_like(residual))
+    if kind == "cps" and cps_log_prob == "squared_error":
+        return Transition(mean, flat_std, y, masked_mean(-(residual**2), mask))
     log_density = -(residual**2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
     return Transition(mean, flat_std, y, masked_mean(log_density, mask))
 
@@ -115,7 +132,7 @@ def _law(kind: str, x: Tensor, v: Tensor, *, s: Tensor, n: Tensor, top: Tensor, 
     elif kind == "dance_sde":
         g = torch.full_like(s, eta)
     else:
-        raise ValueError(f"unknown transition {kind!r}; known: {', '.join(KINDS)}")
+        g = top * s  # flow_grpo_wan: sigma_last + (sigma_1 - sigma_last) s, on a grid that ends at 0
     # Anderson's reverse SDE with the flow's marginals: drift v + g^2 / (2 s) (x + (1 - s) v).
     mean = x * (1 + g**2 * d / (2 * s)) + v * (1 + g**2 * (1 - s) / (2 * s)) * d
     return mean, g * torch.sqrt(-d)

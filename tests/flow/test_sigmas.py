@@ -7,17 +7,37 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from golden_data import cases, tensor
 
-from miles_wan.flow import shift_sigma, shifted_sigmas
+from miles_wan.flow import explicit_sigmas, shift_sigma, shifted_sigmas
 
 # (flow shift, steps): released Wan2.2 models use shift 5 (ti2v, i2v) and 12 (t2v).
 GRIDS = [(1.0, 4), (3.0, 10), (5.0, 6), (5.0, 40), (8.0, 16), (12.0, 40)]
 
 
+def relative_error(actual, values):
+    expected = torch.tensor(values, dtype=actual.dtype)
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", cases("sigma_grids"), ids=lambda case: case["id"])
-def test_grid_is_the_engines_rollout_grid(case):
-    sigmas = shifted_sigmas(case["inputs"]["num_steps"], case["inputs"]["flow_shift"])
-    torch.testing.assert_close(sigmas, tensor(case["expected"]["rollout_sigmas"]), rtol=0, atol=2e-7)
-    torch.testing.assert_close(sigmas[:-1] * 1000, tensor(case["expected"]["rollout_timesteps"]), rtol=0, atol=2e-4)
+def test_grid_is_the_engines_rollout_grid(case, dtype):
+    sigmas = shifted_sigmas(case["inputs"]["num_steps"], case["inputs"]["flow_shift"]).to(dtype)
+    assert relative_error(sigmas, case["expected"]["rollout_sigmas"]) <= 1e-6
+    assert relative_error(sigmas[:-1] * 1000, case["expected"]["rollout_timesteps"]) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", cases("sigma_grids"), ids=lambda case: case["id"])
+def test_the_engines_serving_grid_is_another_one_and_can_be_given_explicitly(case, dtype):
+    shift, steps = case["inputs"]["flow_shift"], case["inputs"]["num_steps"]
+    served, timesteps = case["expected"]["serving_unipc_sigmas"], case["expected"]["serving_unipc_timesteps"]
+    first = shift_sigma(torch.tensor(0.999, dtype=dtype), shift)
+    base = torch.linspace(float(first), 0, steps + 1, dtype=dtype)
+    assert relative_error(shift_sigma(base, shift), served) <= 1e-5
+    grid = explicit_sigmas(served)
+    assert torch.equal(grid, torch.tensor(served))
+    # Its timesteps are cut to integers, which is why the two grids are never mixed.
+    assert (grid[:-1].double() * 1000).floor().tolist() == timesteps
 
 
 @pytest.mark.parametrize(("shift", "steps"), GRIDS)
@@ -65,3 +85,29 @@ def test_shift_one_changes_nothing():
 def test_impossible_grids_are_refused(steps, shift):
     with pytest.raises(ValueError, match=r"at least one step|above 0"):
         shifted_sigmas(steps, shift)
+
+
+def test_explicit_sigmas_are_taken_as_they_are():
+    grid = explicit_sigmas([1, 0.75, 0.1, 0])
+    assert grid.dtype == torch.float32
+    assert torch.equal(grid, torch.tensor([1.0, 0.75, 0.1, 0.0]))
+    assert torch.equal(explicit_sigmas(shifted_sigmas(10, 5.0).tolist()), shifted_sigmas(10, 5.0))
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "message"),
+    [
+        ([], "at least a first sigma"),
+        ([0.0], r"at least a first sigma.*not in \[0.99, 1\]"),
+        ([1.0, 0.5], "append the terminal 0"),
+        ([1000.0, 500.0, 0.0], r"starts at 1000.0, not in \[0.99, 1\]"),
+        ([0.5, 0.2, 0.0], "pure noise"),
+        ([1.0, 0.5, 0.5, 0.6, 0.0], r"does not fall .* \[1, 2\]"),
+        ([1.0, 0.5, 0.5 - 1e-12, 0.0], r"in float32.* \[1\]"),
+        ([1.0, float("nan"), 0.0], r"does not fall .* \[0, 1\]"),
+        ([0.5, 0.7], "starts at 0.5.*ends at 0.7.*does not fall"),
+    ],
+)
+def test_a_list_that_is_no_grid_is_refused_with_every_fault(sigmas, message):
+    with pytest.raises(ValueError, match=message):
+        explicit_sigmas(sigmas)

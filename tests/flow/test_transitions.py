@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from golden_data import cases, tensor
 
 from miles_wan.flow import shifted_sigmas, transition
 
@@ -25,88 +24,12 @@ def step(kind, x, v, *, sigma=0.8, sigma_next=0.6, sigma_max=0.95, noise_level=0
     )
 
 
-def golden_step(kind, inputs, velocity, **source):
-    sigmas, k = tensor(inputs["sigmas"]), inputs["step_index"]
-    return transition(
-        kind,
-        tensor(inputs["sample"]),
-        velocity,
-        sigma=sigmas[k],
-        sigma_next=sigmas[k + 1],
-        sigma_max=sigmas[1],
-        noise_level=inputs["noise_level"],
-        **source,
-    )
-
-
-def assert_close(actual, expected, *, rtol=1e-5):
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-5 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("case", cases("step_flow_sde"), ids=lambda case: case["id"])
-def test_flow_sde_is_that_of_flow_grpo(case):
-    inputs, expected = case["inputs"], case["expected"]
-    velocity = tensor(inputs["model_output"]).requires_grad_()
-    scored = golden_step("flow_sde", inputs, velocity, next_sample=tensor(inputs["prev_sample"]))
-    sigmas, k = inputs["sigmas"], inputs["step_index"]
-    assert_close(scored.mean, tensor(expected["prev_sample_mean"]))
-    # Flow-GRPO returns g; the noise it adds is g sqrt(-d).
-    assert_close(scored.std, tensor(expected["std_dev_t"]) * math.sqrt(sigmas[k] - sigmas[k + 1]))
-    assert_close(scored.log_prob, tensor(expected["log_prob"]))
-    scored.log_prob.sum().backward()
-    assert_close(velocity.grad, tensor(expected["grad_sum_log_prob_wrt_model_output"]))
-
-
-@pytest.mark.parametrize(
-    "case", [c for c in cases("step_dance_sde") if c["inputs"]["sde_solver"]], ids=lambda case: case["id"]
-)
-def test_dance_sde_is_that_of_dance_grpo(case):
-    inputs, expected = case["inputs"], case["expected"]
-    velocity = tensor(inputs["model_output"]).requires_grad_()
-    scored = golden_step("dance_sde", inputs, velocity, next_sample=tensor(inputs["prev_sample"]))
-    assert_close(scored.mean, tensor(expected["prev_sample_mean"]))
-    assert_close(scored.std, torch.full((len(scored.std),), expected["std_dev_t"]))
-    assert_close(scored.log_prob, tensor(expected["log_prob"]))
-    scored.log_prob.sum().backward()
-    assert_close(velocity.grad, tensor(expected["grad_sum_log_prob_wrt_model_output"]))
-
-
-@pytest.mark.parametrize("case", cases("step_flow_cps"), ids=lambda case: case["id"])
-def test_cps_is_that_of_flow_cps_with_a_true_density(case):
-    inputs, expected = case["inputs"], case["expected"]
-    y = tensor(inputs["prev_sample"])
-    scored = golden_step("cps", inputs, tensor(inputs["model_output"]), next_sample=y)
-    assert_close(scored.mean, tensor(expected["prev_sample_mean"]))
-    assert_close(scored.std, tensor(expected["std_dev_t"]))
-    # Its log-prob is -(y - mean)^2 without variance and constants; ours is the density, so ours follows from it.
-    std = tensor(expected["std_dev_t"])
-    density = tensor(expected["log_prob"]) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
-    assert_close(scored.log_prob, density, rtol=1e-4)
-
-
-SGLANG_KINDS = {"sde": "flow_sde", "cps": "cps", "ode": "ode"}
-
-
-@pytest.mark.parametrize("case", cases("step_sglang"), ids=lambda case: case["id"])
-def test_sampling_is_that_of_the_engine(case):
-    inputs, expected = case["inputs"], case["expected"]
-    stochastic = inputs["sde_step_indices"] is None or inputs["step_index"] in inputs["sde_step_indices"]
-    kind = SGLANG_KINDS[inputs["sde_type"]] if stochastic else "ode"
-    std = tensor(expected["noise_std_dev"])
-    velocity, noise = tensor(inputs["model_output"]), tensor(inputs["variance_noise"])
-    if kind != "ode" and bool((std == 0).any()):
-        with pytest.raises(ValueError, match="no density"):
-            golden_step(kind, inputs, velocity, noise=noise)
-        return
-    sampled = golden_step(kind, inputs, velocity, noise=noise)
-    assert_close(sampled.mean, tensor(expected["prev_sample_mean"]))
-    assert_close(sampled.next_sample, tensor(expected["prev_sample"]))
-    assert_close(sampled.std, std.expand_as(sampled.std))
-    if not inputs["log_prob_no_const"]:
-        torch.testing.assert_close(sampled.log_prob, tensor(expected["log_prob"]), rtol=1e-5, atol=2e-6)
+LAWS = ("flow_sde", "dance_sde", "cps", "flow_grpo_wan")
 
 
 def closed_form_std(kind: str, s: float, n: float, top: float, eta: float) -> float:
+    if kind == "flow_grpo_wan":
+        return top * s * math.sqrt(s - n)
     if kind == "flow_sde":
         return eta * math.sqrt(s / (1 - (top if s == 1 else s))) * math.sqrt(s - n)
     if kind == "dance_sde":
@@ -114,7 +37,7 @@ def closed_form_std(kind: str, s: float, n: float, top: float, eta: float) -> fl
     return n * math.sin(eta * math.pi / 2)
 
 
-@pytest.mark.parametrize("kind", ["flow_sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("kind", LAWS)
 @pytest.mark.parametrize("sigma", [0.1, 0.5, 0.8, 1.0])
 def test_the_law_of_the_noise_has_its_closed_form(kind, sigma):
     x, v, y = pair(0)
@@ -123,16 +46,21 @@ def test_the_law_of_the_noise_has_its_closed_form(kind, sigma):
     torch.testing.assert_close(scored.std, torch.full((2,), expected), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["flow_sde", "dance_sde", "cps"])
-def test_log_prob_is_the_gaussian_density(kind):
-    x, v, y = pair(1)
-    scored = step(kind, x, v, next_sample=y)
-    std = scored.std.reshape(-1, 1, 1, 1, 1)
-    density = torch.distributions.Normal(scored.mean, std).log_prob(y).flatten(1).mean(1)
-    torch.testing.assert_close(scored.log_prob, density, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("kind", LAWS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_log_prob_is_the_gaussian_density_of_the_sampled_elements(kind, masked):
+    x, v, y = (t.double() for t in pair(1))
+    mask = first_frame_given() if masked else None
+    # Each row of the batch at its own step, one of them the first of a rollout.
+    scored = step(
+        kind, x, v, sigma=torch.tensor([1.0, 0.5]), sigma_next=torch.tensor([0.9, 0.3]), next_sample=y, mask=mask
+    )
+    law = torch.distributions.Normal(scored.mean, scored.std.reshape(-1, 1, 1, 1, 1))
+    density = law.log_prob(y)[:, :, 1:] if masked else law.log_prob(y)
+    torch.testing.assert_close(scored.log_prob, density.flatten(1).mean(1), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["flow_sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("kind", LAWS)
 def test_the_sample_has_the_mean_and_std_it_is_scored_with(kind):
     x, v, _ = pair(2, shape=(1, 200_000))
     sampled = step(kind, x, v, generator=torch.Generator().manual_seed(0))
@@ -170,9 +98,10 @@ def test_log_prob_of_a_batch_is_that_of_its_rows():
         torch.testing.assert_close(both.mean[row : row + 1], one.mean)
 
 
-def test_ode_is_eulers_step_bitwise():
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
-    scheduler.set_timesteps(6)
+@pytest.mark.parametrize(("shift", "steps"), [(1.0, 4), (3.0, 10), (5.0, 6), (12.0, 40)])
+def test_ode_is_eulers_step_bitwise(shift, steps):
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(steps)
     x, v, _ = pair(5)
     for k, timestep in enumerate(scheduler.timesteps):
         euler = scheduler.step(v, timestep, x, return_dict=False)[0]
@@ -183,19 +112,40 @@ def test_ode_is_eulers_step_bitwise():
         assert torch.equal(ours.log_prob, torch.zeros(2))
 
 
-def test_flow_sde_without_noise_is_the_ode():
-    x, v, y = pair(6, dtype=torch.float64)
-    ode = step("ode", x.double(), v.double(), next_sample=y.double())
+def test_a_whole_ode_rollout_is_that_of_diffusers_bitwise():
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    scheduler.set_timesteps(10)
+    theirs, direction, _ = pair(17)
+    ours = theirs
+    for k, timestep in enumerate(scheduler.timesteps):
+        theirs = scheduler.step(theirs * direction, timestep, theirs, return_dict=False)[0]
+        n = scheduler.sigmas[k + 1]
+        ours = step("ode", ours, ours * direction, sigma=scheduler.sigmas[k], sigma_next=n, next_sample=ours).mean
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["flow_sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("sigma", [1.0, 0.8])
+def test_without_noise_every_law_with_an_eta_is_the_ode(kind, sigma):
+    x, v, y = (t.double() for t in pair(6))
+    ode = step("ode", x, v, sigma=sigma, next_sample=y)
+    taken = step(kind, x, v, sigma=sigma, noise_level=0.0, noise=y)
+    torch.testing.assert_close(taken.next_sample, ode.mean, rtol=0, atol=1e-14)
+    assert torch.equal(taken.log_prob, torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="noise level 0"):
+        step(kind, x, v, sigma=sigma, noise_level=0.0, next_sample=y)
+    # mean(sde) - mean(ode) = g^2 d / (2 s) (x + (1 - s) v), and cps differs by (cos(eta pi / 2) - 1) n x1: O(eta^2).
     eta = 1e-6
-    sde = step("flow_sde", x.double(), v.double(), noise_level=eta, next_sample=y.double())
-    # mean(sde) - mean(ode) = g^2 d / (2 s) (x + (1 - s) v) = O(eta^2)
-    torch.testing.assert_close(sde.mean, ode.mean, rtol=0, atol=10 * eta**2)
-
-
-def test_cps_without_noise_is_the_ode():
-    x, v, y = (t.double() for t in pair(7))
     torch.testing.assert_close(
-        step("cps", x, v, noise_level=1e-9, next_sample=y).mean, step("ode", x, v, next_sample=y).mean
+        step(kind, x, v, sigma=sigma, noise_level=eta, next_sample=y).mean, ode.mean, rtol=0, atol=100 * eta**2
+    )
+
+
+def test_flow_grpo_wan_has_no_eta():
+    x, v, y = pair(7)
+    assert torch.equal(
+        step("flow_grpo_wan", x, v, noise_level=0.0, next_sample=y).log_prob,
+        step("flow_grpo_wan", x, v, noise_level=5.0, next_sample=y).log_prob,
     )
 
 
@@ -205,7 +155,7 @@ def first_frame_given() -> torch.Tensor:
     return mask
 
 
-@pytest.mark.parametrize("kind", ["flow_sde", "cps"])
+@pytest.mark.parametrize("kind", LAWS)
 @pytest.mark.parametrize("odd", [123.0, float("nan"), float("inf")])
 def test_a_given_first_frame_moves_neither_log_prob_nor_gradient(kind, odd):
     x, v, y = pair(8)
@@ -234,19 +184,51 @@ def test_a_mask_without_sampled_elements_is_refused():
         step("flow_sde", x, v, next_sample=y, mask=torch.zeros(2, 1, 4, 2, 2))
 
 
-def test_low_precision_inputs_are_computed_in_float32():
-    x, v, y = pair(11, dtype=torch.bfloat16)
-    low = step("flow_sde", x, v, next_sample=y)
-    exact = step("flow_sde", x.float(), v.float(), next_sample=y.float())
-    assert low.log_prob.dtype == low.mean.dtype == low.std.dtype == torch.float32
-    assert torch.equal(low.log_prob, exact.log_prob)
-    assert step("flow_sde", x.double(), v, next_sample=y).log_prob.dtype == torch.float64
+@pytest.mark.parametrize("kind", [*LAWS, "ode"])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_low_precision_inputs_are_computed_in_float32(kind, low):
+    x, v, y = pair(11, dtype=low)
+    sigma, sigma_next = torch.tensor(0.8, dtype=low), torch.tensor(0.6, dtype=low)
+    scored = step(kind, x, v, sigma=sigma, sigma_next=sigma_next, next_sample=y)
+    exact = step(kind, x.float(), v.float(), sigma=sigma.float(), sigma_next=sigma_next.float(), next_sample=y.float())
+    for name in ("mean", "std", "next_sample", "log_prob"):
+        assert getattr(scored, name).dtype == torch.float32
+        assert torch.equal(getattr(scored, name), getattr(exact, name))
 
 
-def test_cps_at_the_last_step_has_no_density_and_is_refused():
+@pytest.mark.parametrize("kind", [*LAWS, "ode"])
+@pytest.mark.parametrize("double", ["sample", "velocity"])
+def test_float64_stays_float64(kind, double):
+    x, v, _ = pair(11)
+    x, v = (x.double(), v) if double == "sample" else (x, v.double())
+    sampled = step(kind, x, v, generator=torch.Generator().manual_seed(0))
+    for name in ("mean", "std", "next_sample", "log_prob"):
+        assert getattr(sampled, name).dtype == torch.float64
+
+
+def test_the_squared_error_of_cps_has_neither_variance_nor_constants():
+    x, v, y = pair(18)
+    mask = first_frame_given()
+    scored = step("cps", x, v, next_sample=y, mask=mask, cps_log_prob="squared_error")
+    assert torch.equal(scored.mean, step("cps", x, v, next_sample=y).mean)
+    torch.testing.assert_close(scored.log_prob, -((y - scored.mean) ** 2)[:, :, 1:].flatten(1).mean(1))
+
+
+def test_the_option_of_cps_leaves_the_other_laws_alone():
+    x, v, y = pair(19)
+    for kind in ("flow_sde", "dance_sde", "flow_grpo_wan", "ode"):
+        plain = step(kind, x, v, next_sample=y)
+        assert torch.equal(step(kind, x, v, next_sample=y, cps_log_prob="squared_error").log_prob, plain.log_prob)
+    with pytest.raises(ValueError, match="'mse'; known: density, squared_error"):
+        step("cps", x, v, next_sample=y, cps_log_prob="mse")
+
+
+@pytest.mark.parametrize("source", ["next_sample", "noise"])
+@pytest.mark.parametrize("cps_log_prob", ["density", "squared_error"])
+def test_cps_at_the_last_step_has_no_density_and_is_refused(source, cps_log_prob):
     x, v, y = pair(12)
-    with pytest.raises(ValueError, match="no density"):
-        step("cps", x, v, sigma=0.02, sigma_next=0.0, next_sample=y)
+    with pytest.raises(ValueError, match=r"to \[0.6.*, 0.0\]: no density; take this step with ode"):
+        step("cps", x, v, sigma=0.8, sigma_next=torch.tensor([0.6, 0.0]), cps_log_prob=cps_log_prob, **{source: y})
 
 
 def test_the_last_step_of_flow_sde_still_has_a_density():
@@ -266,5 +248,5 @@ def test_exactly_one_source_of_the_next_sample(names):
 
 def test_an_unknown_law_is_refused_by_name():
     x, v, y = pair(15)
-    with pytest.raises(ValueError, match="'sde'; known: flow_sde, dance_sde, cps, ode"):
+    with pytest.raises(ValueError, match="'sde'; known: flow_sde, dance_sde, cps, ode, flow_grpo_wan"):
         step("sde", x, v, next_sample=y)
