@@ -335,7 +335,7 @@ def test_a_reward_folder_must_be_a_whole_clip(tree: dict[str, Any], tmp_path: Pa
     (copy / "tokenizer.json").write_text("{")
     faults = faults_of(tree)
     assert len(faults) == 2
-    assert f"{weights.name} is not a whole weight file" in faults[0]
+    assert f"{weights}: is not a whole weight file" in faults[0]
     assert "does not load as a CLIP processor" in faults[1]
     (copy / "config.json").write_text('{"model_type": "bert"}')
     assert "is a model of type 'bert'" in faults_of(tree)[0]
