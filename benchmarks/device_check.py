@@ -3,13 +3,15 @@
     python benchmarks/device_check.py --out device_check.json
 
 Checks, each with its figures in the report: the transformer's forward on CUDA against the CPU in float32 and bfloat16,
-FSDP2 over nccl on one rank with gradients against the CPU, the flow transition in bfloat16 inputs, and one adapter sent
-to another process over CUDA IPC and read back bit for bit. Needs one GPU and torch with diffusers and peft; no engine.
+FSDP2 over nccl on one rank with gradients against the CPU, one tensor sent to another process over CUDA IPC and read back,
+and a whole run of two rollouts on the tiny checkpoint: engine, trainer, reward and weight sync share the GPU, and the gap
+between engine and trainer is in its summary. Needs one GPU; ``--no-run`` leaves the whole run, which needs SGLang, out.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -22,11 +24,13 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from miles_wan.flow import shifted_sigmas, transition
+from miles_wan.tiny import make_tiny
 from miles_wan.training.sharding import full_tensor, init_process_group, shard_transformer
 from miles_wan.wan.conditioning import build_model_input
 from miles_wan.wan.forward import guided_velocity
 from miles_wan.wan.lora import inject_lora, trainable_parameters
 
+LAUNCHER = Path(__file__).resolve().parent.parent / "scripts" / "run_diffusion_grpo_wan22_ti2v.py"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
 
@@ -36,6 +40,8 @@ class Arguments:
 
     out: Path = Path("device_check.json")
     """Report, JSON."""
+    run: bool = True
+    """Whether to make the whole run, too."""
 
 
 def main() -> int:
@@ -57,9 +63,11 @@ def main() -> int:
         report["gradient_fsdp2_nccl"] = _row(_relative(found, gradients), 1e-4)
         torch.distributed.destroy_process_group()
     report["cuda_ipc"] = _row(float(not _ipc_round_trip()), 0.5)
+    if arguments.run:
+        report |= _whole_run("cuda")
     arguments.out.write_text(json.dumps(report, indent=2))
     print(json.dumps(report, indent=2))
-    return 0 if all(row["holds"] for row in report.values() if isinstance(row, dict)) else 1
+    return 0 if all(row.get("holds", True) for row in report.values() if isinstance(row, dict)) else 1
 
 
 def _row(value: float, bound: float) -> dict[str, Any]:
@@ -137,6 +145,35 @@ def _ipc_round_trip() -> bool:
     value = sums.get(timeout=120)
     child.join()
     return value == float(tensor.double().sum())
+
+
+def _whole_run(device: str) -> dict[str, Any]:
+    """Two rollouts of the launcher on the tiny checkpoint in float32: what its summary says about sync and parity."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = make_tiny(Path(folder) / "tiny", eval_records=4)
+        options = {
+            "--recipe": "tiny_ti2v",
+            "--model": str(tiny.model),
+            "--data-jsonl": str(tiny.train_jsonl),
+            "--eval-data-jsonl": str(tiny.eval_jsonl),
+            "--reward-model": str(tiny.reward),
+            "--device": device,
+            "--num-gpus": "1",
+            "--num-rollouts": "2",
+            "--eval-interval": "2",
+            "--output-dir": f"{folder}/run",
+        }
+        command = [sys.executable, str(LAUNCHER), *(token for item in options.items() for token in item)]
+        ended = subprocess.run(command, check=False)
+        if ended.returncode:
+            return {"run_exit_code": _row(float(ended.returncode), 0.0)}
+        summary = json.loads(Path(f"{folder}/run/summary.json").read_text())
+        return {
+            "run_exit_code": _row(0.0, 0.0),
+            "run_max_log_prob_gap": _row(summary["max_log_prob_gap"], 1e-4),
+            "run_unmapped": _row(summary["unmapped"], 0.0),
+            "run_seconds_by_phase": summary["seconds_by_phase"],
+        }
 
 
 def _sum_of(tensor: Tensor, sums: Any) -> None:

@@ -15,6 +15,8 @@ import pytest
 from PIL import Image
 
 from miles_wan import doctor
+from miles_wan.cluster.checkpoints import CheckpointStore
+from miles_wan.cluster.resume import remembered
 from miles_wan.config import Config
 from miles_wan.doctor import machine, rewards
 from miles_wan.errors import InputError
@@ -272,6 +274,18 @@ def test_an_illegal_size_names_the_nearest_legal_values(
     assert nearest in fault
 
 
+@pytest.mark.parametrize(("tp", "sp", "split"), [(3, 1, 3), (2, 2, 4)])
+def test_attention_heads_must_divide_over_an_engines_devices(
+    tree: dict[str, Any], tp: int, sp: int, split: int
+) -> None:
+    tree["cluster"]["num_gpus"] = tp * sp
+    shard_over_all(tree)
+    tree["rollout"].update(tp_size=tp, sp_size=sp)
+    fault = only_fault(tree)
+    assert fault.startswith(f"rollout.tp_size x rollout.sp_size = {tp} x {sp}: the 2 attention heads")
+    assert f"do not divide by {split}; it can be 1, 2" in fault
+
+
 def test_one_frame_without_images_is_legal(tree: dict[str, Any], tmp_path: Path) -> None:
     tree["data"] = {"train": write_lines(tmp_path / "a.jsonl", {"input": "a"}), "eval": None}
     tree["eval"]["interval"] = 0
@@ -335,7 +349,7 @@ def test_a_reward_folder_must_be_a_whole_clip(tree: dict[str, Any], tmp_path: Pa
     (copy / "tokenizer.json").write_text("{")
     faults = faults_of(tree)
     assert len(faults) == 2
-    assert f"{weights.name} is not a whole weight file" in faults[0]
+    assert f"{weights}: is not a whole weight file" in faults[0]
     assert "does not load as a CLIP processor" in faults[1]
     (copy / "config.json").write_text('{"model_type": "bert"}')
     assert "is a model of type 'bert'" in faults_of(tree)[0]
@@ -363,6 +377,22 @@ def test_a_users_reward_must_be_importable(
     check(tree)
     tree["reward"]["functions"] = [{"name": "mine_for_doctor:bad"}]
     assert "has no 'bad'" in only_fault(tree)
+
+
+# --- resume
+
+
+def test_a_resumed_run_keeps_its_settings(tree: dict[str, Any]) -> None:
+    config, report = Config.model_validate(tree), check(tree)
+    assert report.eval is not None
+    content = {"settings": remembered(config, report.train.records, report.eval.records)}
+    CheckpointStore(Path(tree["output_dir"]) / "checkpoints", keep_last=1).save(1, content, lambda _: None)
+    tree["resume"] = "latest"
+    check(tree)
+    tree["seed"] = 7
+    assert only_fault(tree).startswith("--resume: seed is 7, the run was started with 0")
+    (Path(tree["output_dir"]) / "checkpoints" / "rollout_000001" / "state.json").write_text("{")
+    assert "cannot be read" in only_fault(tree)
 
 
 # --- devices

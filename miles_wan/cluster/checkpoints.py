@@ -102,7 +102,10 @@ class CheckpointStore:
             ) from error
         reach("checkpoint/after_commit", finished)
         for old in self.complete()[: -self._keep_last]:
-            shutil.rmtree(old)
+            try:
+                shutil.rmtree(old)
+            except OSError as error:  # the new one is written: an old one too many is no reason to end the run
+                logger.warning("the old checkpoint %s could not be removed (%s)", old, error)
         return final
 
 

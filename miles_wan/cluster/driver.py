@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,19 @@ from miles_wan.cluster.placement import (
 )
 from miles_wan.cluster.pools import EnginePool, RewardPool, TrainerGroup, WeightSync, gather
 from miles_wan.cluster.requests import RequestPlanner
+from miles_wan.cluster.resume import remembered, resume_faults
 from miles_wan.config import Config
 from miles_wan.configuration import batch_equation
 from miles_wan.controller import Controller, Parts, RunState
 from miles_wan.data import load_records
+from miles_wan.errors import InputError
 from miles_wan.records import Sample
 from miles_wan.tracking.media import write_video
 from miles_wan.tracking.plot import plot_reward_curve
 from miles_wan.tracking.summary import mean_ci95, paired_gain, write_summary
 from miles_wan.tracking.tracker import Tracker
 from miles_wan.wan.family import load_family, resolve_model
-from miles_wan.weight_sync import choose_transport
+from miles_wan.weight_sync import choose_transport, device_numbers, sharing_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class Actors:
             for index, slot in enumerate(layout.rewards)
         ]
         engines = [
-            engine.start.remote(config, [slots[slot] for slot in members], log_dir)
+            engine.start.remote(config, [slots.numbers[slot] for slot in members], log_dir)
             for engine, members in zip(self.engines, layout.engines, strict=True)
         ]
         trainers = [
@@ -84,11 +86,14 @@ class Actors:
             logger.info(
                 "engine %d: %s, %s, started in %.0f s", index, info.pipeline_config, info.url, info.start_seconds
             )
+        engine_uuids = [slots.uuids[slot] for members in layout.engines for slot in members if slots.uuids]
+        trainer_uuids = [info.device_uuid for info in self.trainer_infos]
         self.transport = choose_transport(
             config.sync.transport,
-            engine_uuids=[slots[slot] for members in layout.engines for slot in members] if device == "cuda" else [],
-            trainer_uuids=[info.device_uuid for info in self.trainer_infos if info.device_uuid is not None],
+            engine_uuids=engine_uuids,
+            trainer_uuids=[uuid for uuid in trainer_uuids if uuid is not None],
         )
+        self.sharing = sharing_ranks(self.transport, engine_uuids=engine_uuids, trainer_uuids=trainer_uuids)
 
     def close(self) -> None:
         """End the engines' servers; Ray ends the actors."""
@@ -115,14 +120,23 @@ class _Track:
 class _Keep:
     """Checkpoints and validation videos in the output folder."""
 
-    def __init__(self, config: Config, store: CheckpointStore, trainer: TrainerGroup, tracker: Tracker) -> None:
+    def __init__(
+        self,
+        config: Config,
+        store: CheckpointStore,
+        trainer: TrainerGroup,
+        tracker: Tracker,
+        *,
+        settings: Mapping[str, Any],
+    ) -> None:
         self._config = config
         self._store = store
+        self._settings = settings
         self._trainer = trainer
         self._tracker = tracker
 
     def save(self, state: RunState) -> None:
-        content = {"run": asdict(state), "clock": self._tracker.clock.state()}
+        content = {"run": asdict(state), "clock": self._tracker.clock.state(), "settings": self._settings}
         path = self._store.save(
             state.finished, content, lambda folder: self._trainer.save_checkpoint(folder, rollout_id=state.finished)
         )
@@ -153,6 +167,9 @@ def run(config: Config) -> None:
     state = RunState(**found[1]["run"]) if found else RunState()
     train = load_records(config.data.train).records
     validation = load_records(config.data.eval).records if config.data.eval is not None else ()
+    settings = remembered(config, train, validation[: config.eval.max_records])
+    if found and (faults := resume_faults(found[1], settings)):
+        raise InputError(faults)
     resume_step = state.finished if found else None
     with Tracker(output_dir, total_rollouts=config.num_rollouts, resume_step=resume_step) as tracker:
         actors = Actors(config, plan_layout(config), init_method=f"file://{_rendezvous(output_dir)}")
@@ -164,7 +181,7 @@ def run(config: Config) -> None:
                 logger.info(
                     "resumed from %s: %d of %d rollouts finished", found[0], state.finished, config.num_rollouts
                 )
-            keep = _Keep(config, store, trainer, tracker)
+            keep = _Keep(config, store, trainer, tracker, settings=settings)
             track = _Track(tracker)
             parts = Parts(
                 requests=RequestPlanner(config, train, validation),
@@ -176,6 +193,7 @@ def run(config: Config) -> None:
                     actors.engines,
                     workers_per_engine=config.rollout.tp_size * config.rollout.sp_size,
                     transport=actors.transport,
+                    sharing=actors.sharing,
                 ),
                 track=track,
                 keep=keep,
@@ -247,18 +265,32 @@ def _rendezvous(output_dir: Path) -> Path:
     return path
 
 
-def _slot_devices(layout: Layout, group: Any, *, device: str) -> list[str]:
-    """UUID of the device behind each slot (slot names on a CPU)."""
-    if device == "cpu":
-        return [f"slot-{slot}" for slot in range(layout.slots)]
+@dataclass(frozen=True)
+class SlotDevices:
+    """The device behind each slot: its ``numbers`` as the engine takes them, and ``uuids`` (none on a CPU)."""
 
-    def uuid() -> str:
+    numbers: list[str]
+    uuids: list[str]
+
+
+def _slot_devices(layout: Layout, group: Any, *, device: str) -> SlotDevices:
+    if device == "cpu":
+        return SlotDevices([str(slot) for slot in range(layout.slots)], [])
+
+    def ask() -> tuple[str, list[str]]:
+        """UUID of the slot's device, and those of all devices of the node in NVML's order."""
+        import pynvml
         import torch
 
-        return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return f"GPU-{torch.cuda.get_device_properties(0).uuid}", [pynvml.nvmlDeviceGetUUID(one) for one in handles]
 
-    probe = ray.remote(uuid)
-    return gather([probe.options(**_task_options(group, slot)).remote() for slot in range(layout.slots)])
+    # A process that has seen one device cannot be used for another slot: every probe gets its own.
+    probe = ray.remote(num_gpus=REWARD_SHARE, max_calls=1)(ask)
+    answers = gather([probe.options(**_task_options(group, slot)).remote() for slot in range(layout.slots)])
+    uuids = [uuid for uuid, _ in answers]
+    return SlotDevices(device_numbers(uuids, answers[0][1]), uuids)
 
 
 def _task_options(group: Any, slot: int) -> dict[str, Any]:

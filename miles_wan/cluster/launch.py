@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -244,7 +244,8 @@ class StopSignals:
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.received is None:
             self.received = number
-            os.write(sys.stderr.fileno(), b"\nstopping the run; once more ends it at once\n")
+            with suppress(OSError):  # Ctrl-C has ended the reader of our output, too
+                os.write(sys.stderr.fileno(), b"\nstopping the run; once more ends it at once\n")
             return
         self.forced = True
         if self.ray is not None:

@@ -66,8 +66,16 @@ _QUIET = {
     "RAY_COLOR_PREFIX": "0",
     "TQDM_DISABLE": "1",
 }
-# Settings of another cluster of the user's, which must not leak into this one.
-_FOREIGN = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_NAMESPACE", "RAY_START_HOOK")
+# Settings of another cluster of the user's, which must not leak into this one. With the last one Ray would give no actor a
+# device list, and all of them would sit on the first device.
+_FOREIGN = (
+    "RAY_ADDRESS",
+    "RAY_API_SERVER_ADDRESS",
+    "RAY_AUTH_TOKEN",
+    "RAY_NAMESPACE",
+    "RAY_START_HOOK",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+)
 
 
 class StartInterruptedError(MilesWanError):

@@ -47,7 +47,7 @@ class EnginePool:
         """All samples of ``requests`` in any order. A result does not depend on the engine that made it."""
         waiting = [(request, index) for request in requests for index in range(len(request.seeds))]
         waiting.reverse()
-        free = [engine for engine in self._engines for _ in range(self._concurrency)]
+        free = [engine for _ in range(self._concurrency) for engine in self._engines]  # in turn, so that none is idle
         conditionings: dict[int, Any] = {}
         running: dict[Any, tuple[Any, RolloutRequest, int, Any, Any]] = {}
         while waiting or running:
@@ -166,15 +166,23 @@ class WeightSync:
 
     Args:
         workers_per_engine: processes of one engine; each opens a handle of its own.
+        sharing: over CUDA IPC, whether a rank is on an engine's device and publishes.
     """
 
     def __init__(
-        self, ranks: Sequence[Any], engines: Sequence[Any], *, workers_per_engine: int, transport: str
+        self,
+        ranks: Sequence[Any],
+        engines: Sequence[Any],
+        *,
+        workers_per_engine: int,
+        transport: str,
+        sharing: Sequence[bool],
     ) -> None:
         self._ranks = ranks
         self._engines = engines
         self._workers = workers_per_engine
         self._transport = transport
+        self._sharing = sharing
 
     def push(self, policy_version: int) -> dict[str, float]:
         """Publish, apply, verify, release. Returns metrics ``sync/...``.
@@ -211,9 +219,10 @@ class WeightSync:
         }
 
     def _consumers(self) -> list[int]:
-        """Handles that each rank makes: over CUDA IPC one for the engine worker on its device, else rank 0 makes all."""
+        """Handles that each rank makes: over CUDA IPC one for the engine worker on its device, if any; else rank 0 makes
+        all."""
         if self._transport == "cuda_ipc":
-            return [1] * len(self._ranks)
+            return [int(shares) for shares in self._sharing]
         return [len(self._engines) * self._workers, *[0] * (len(self._ranks) - 1)]
 
     def _for_engine(self, index: int, published: Sequence[WeightPush]) -> WeightPush:

@@ -5,6 +5,7 @@ In: the configuration and the records. Out: ``RolloutRequest``s. It has no state
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,7 @@ class RequestPlanner:
         self._train = train
         self._validation = validation[: config.eval.max_records]
         self._order = RecordOrder(len(train), config.seed, config.data.shuffle)
+        self._twin = _twins(train)
 
     def training(self, rollout_id: int, *, policy_version: int) -> list[RolloutRequest]:
         """One group per drawn record. Every seed is a function of (run seed, rollout, record, occurrence, sample)."""
@@ -34,7 +36,9 @@ class RequestPlanner:
         requests = []
         for group_index, (index, occurrence) in enumerate(self._order.batch(rollout_id, rollout.prompts_per_rollout)):
             record = self._train[index]
-            identity = (rollout_id, record.record_id, occurrence)
+            identity: tuple[int | str, ...] = (rollout_id, record.record_id, occurrence)
+            if self._twin[index]:
+                identity += ("twin", self._twin[index])
             window = torch.Generator().manual_seed(derived_seed(seed, "window", *identity))
             requests.append(
                 RolloutRequest(
@@ -90,3 +94,13 @@ class RequestPlanner:
             kind=kind,
             noise_level=rollout.noise_level,
         )
+
+
+def _twins(records: Sequence[PromptRecord]) -> list[int]:
+    """How many earlier records have the same id: they differ in metadata alone, and each needs noise of its own."""
+    seen: Counter[str] = Counter()
+    counts = []
+    for record in records:
+        counts.append(seen[record.record_id])
+        seen[record.record_id] += 1
+    return counts

@@ -9,6 +9,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_wan.cluster.checkpoints import CheckpointStore
+from miles_wan.cluster.resume import remembered, resume_faults
 from miles_wan.config import Config
 from miles_wan.configuration import check_config
 from miles_wan.data import Dataset, crop_report, load_records
@@ -16,7 +18,7 @@ from miles_wan.doctor.machine import memory_warnings, training_memory
 from miles_wan.doctor.model import family_faults, find_model, size_warnings, transformer_faults
 from miles_wan.doctor.output import output_faults
 from miles_wan.doctor.rewards import reward_faults
-from miles_wan.errors import InputError
+from miles_wan.errors import CheckpointError, InputError
 from miles_wan.wan.family import ModelFolder
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ def check(config: Config) -> Report:
     for function in config.reward.functions:
         faults += reward_faults(function)
     faults += output_faults(Path(config.output_dir), resume=config.resume is not None)
+    if config.resume is not None and train is not None:
+        faults += _resume_faults(config, train, evaluation)
     if faults or model is None or train is None:
         raise InputError(list(dict.fromkeys(faults)))
     warnings += memory_warnings(config, model.family)
@@ -71,6 +75,17 @@ def _dataset(path: str | None, field: str, faults: list[str]) -> Dataset | None:
     except InputError as error:
         faults += [f"{field}: {fault}" for fault in error.faults]
         return None
+
+
+def _resume_faults(config: Config, train: Dataset, evaluation: Dataset | None) -> list[str]:
+    try:
+        found = CheckpointStore(Path(config.output_dir) / "checkpoints", keep_last=config.checkpoint.keep_last).latest()
+    except CheckpointError as error:
+        return [str(error)]
+    if found is None:
+        return []
+    validated = evaluation.records[: config.eval.max_records] if evaluation is not None else ()
+    return resume_faults(found[1], remembered(config, train.records, validated))
 
 
 def _overlap_warnings(train: Dataset, evaluation: Dataset) -> list[str]:

@@ -35,6 +35,13 @@ def family_faults(model: ModelFolder, config: Config, datasets: list[Dataset]) -
             f"model.path: {model.path} is a {family.name}; training a model with two experts comes with a later version, "
             "use a wan2.2-ti2v-5b"
         )
+    heads, split = int(model.transformer["num_attention_heads"]), rollout.tp_size * rollout.sp_size
+    if heads % split:
+        sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        faults.append(
+            f"rollout.tp_size x rollout.sp_size = {rollout.tp_size} x {rollout.sp_size}: the {heads} attention heads do not "
+            f"divide by {split}; it can be {sizes} (more devices: more rollout.num_engines)"
+        )
     with_image = any(data.has_images for data in datasets)
     if fault := legal_size(rollout.width, rollout.height, family):
         faults.append(f"rollout.width, rollout.height: {fault}")

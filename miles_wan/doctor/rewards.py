@@ -10,12 +10,11 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import is_offline_mode
-from safetensors import SafetensorError, safe_open
 
 from miles_wan.config import RewardFunction
 from miles_wan.errors import InputError
 from miles_wan.rewards.registry import BUILT_IN, user_function
-from miles_wan.wan.family import looks_like_hub_id
+from miles_wan.wan.family import looks_like_hub_id, weight_file_fault
 
 
 def reward_faults(function: RewardFunction) -> list[str]:
@@ -62,13 +61,8 @@ def _reward_folder_fault(path: Path, *, is_model: bool) -> str | None:
     weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
     if not weights:
         return "holds no weights (*.safetensors); fetch the model again"
-    for file in path.glob("*.safetensors"):
-        try:
-            with safe_open(file, framework="np"):  # reads the header and compares it with the length of the file
-                pass
-        except (SafetensorError, OSError) as error:
-            return f"{file.name} is not a whole weight file ({error}); fetch it again"
-    return None
+    broken = (fault for file in path.glob("*.safetensors") if (fault := weight_file_fault(file)) is not None)
+    return next(broken, None)
 
 
 def _processor_fault(path: Path) -> str | None:

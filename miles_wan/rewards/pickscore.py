@@ -37,6 +37,8 @@ class PickScoreReward:
     def __init__(
         self, model: CLIPModel, processor: CLIPProcessor, *, num_frames: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        # Before the cast: bf16 would round the logit scale, and with it every score, by 1 %.
+        self.scale = float(model.logit_scale.detach().float().exp()) / SCALE
         self.model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
         self.processor = processor
         self.num_frames = num_frames
@@ -56,7 +58,7 @@ class PickScoreReward:
         texts = self._text_features([item.prompt for item in batch])
         texts = texts.repeat_interleave(torch.tensor(counts, device=self.device), dim=0)
         cosines = (texts * images).sum(dim=-1)  # [sum of counts]
-        scores = self.model.logit_scale.float().exp() * cosines / SCALE
+        scores = self.scale * cosines
         return [scores_of_video.mean().item() for scores_of_video in scores.split(counts)]
 
     def _image_features(self, frames: Sequence[np.ndarray]) -> Tensor:
@@ -77,7 +79,7 @@ class PickScoreReward:
 
 def from_config(function: RewardFunction, *, device: torch.device, dtype: torch.dtype) -> PickScoreReward:
     """PickScore with the model and processor that ``function`` names. Raises InputError if either cannot be loaded."""
-    model, info = _load(CLIPModel, function.model, what="model", dtype=dtype, output_loading_info=True)
+    model, info = _load(CLIPModel, function.model, what="model", dtype=torch.float32, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         raise InputError([_fault(function.model, "model", f"lacks {len(missing)} weights, first {missing[0]}")])
     processor = _load(CLIPProcessor, function.processor, what="processor")

@@ -64,7 +64,7 @@ METRICS: dict[str, Metric] = {
     ),
     "train/log_prob_pairs": Metric("(sample, kept step) pairs compared for parity", "count"),
     "train/advantage_abs_mean": Metric("Size of the advantages", "mean over videos"),
-    "train/grad_norm": Metric("Gradient norm before clipping", "mean over optimizer steps"),
+    "train/grad_norm": Metric("Gradient norm before clipping", "max over optimizer steps"),
     "train/lr": Metric("Learning rate of the last optimizer step", "1"),
     "train/optimizer_steps": Metric("Optimizer steps of this rollout", "count"),
     "sync/seconds": Metric("Gather, send, apply and verify", "s", timing=True),

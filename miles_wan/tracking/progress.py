@@ -175,7 +175,7 @@ def headline(values: Values) -> str:
     """The numbers a person watches: reward, KL, clip fraction, parity with the engine. Absent ones are left out."""
     parts = [_reward(values)]
     for label, name, form in (
-        ("KL", "train/kl" if "train/kl" in values else "train/approx_kl", "{:.1e}"),
+        ("KL", "train/kl" if values.get("train/kl") else "train/approx_kl", "{:.1e}"),
         ("clip", "train/clip_fraction", "{:.0%}"),
         ("parity", "train/log_prob_gap_max", "{:.1e}"),
     ):

@@ -40,8 +40,8 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "log_prob_pairs_compared": "(sample, kept step) pairs compared for it",
     "max_ratio_minus_one_before_update": "Largest distance of a likelihood ratio from 1 before an update",
     "sync_seconds_mean": "Mean time of a weight sync: gather, send, apply, verify",
-    "videos_scored": "Training videos scored",
-    "dropped_samples": "Training videos given up",
+    "videos_scored": "Videos scored, validation included",
+    "dropped_samples": "Videos given up",
     "resumed_from": "Checkpoint that this run continued from; null if none",
 }
 REQUIRED_KEYS = tuple(SUMMARY_FIELDS)

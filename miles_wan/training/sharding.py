@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 # The transformer returns a view; we never write into it, which is all this warning is about.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
+_FILE = "file://"
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -23,7 +24,12 @@ def init_process_group(*, device: torch.device, rank: int, world_size: int, init
     """Join the ranks; collectives on CPU tensors (hashes, checkpoints) run over gloo on either device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(BACKENDS[device.type], init_method=init_method, rank=rank, world_size=world_size)
+    if init_method.startswith(_FILE):
+        # As a URL, a path with a # or ? would name another file.
+        store = dist.FileStore(init_method.removeprefix(_FILE), world_size)
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group(BACKENDS[device.type], init_method=init_method, rank=rank, world_size=world_size)
 
 
 def shard_transformer(

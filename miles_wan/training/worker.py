@@ -142,11 +142,13 @@ class TrainingWorker:
     def _accumulate(self, items: Sequence[TrainItem], rollout_id: int) -> PairStatistics:
         """Forward and backward of one optimizer step; gradients are means over all ranks' pairs."""
         statistics = PairStatistics()
-        batches = list(micro_batches(items, size=self._config.training.micro_batch_size, device=self.device))
-        pairs = sum(batch.sigma.numel() for batch in batches)
-        for index, batch in enumerate(batches):
+        size = self._config.training.micro_batch_size
+        pairs = sum(len(item.trajectory.steps) for item in items)
+        done = 0
+        for batch in micro_batches(items, size=size, device=self.device):  # one at a time: they are large
+            done += batch.sigma.numel()
             # FSDP2 reduces gradients of the frozen base never, of the adapters once: after the last micro-batch.
-            self.transformer.set_requires_gradient_sync(index == len(batches) - 1)
+            self.transformer.set_requires_gradient_sync(done == pairs)
             scored = self._objective(batch)
             (scored.loss * (batch.sigma.numel() / pairs)).backward()
             statistics.add(scored)

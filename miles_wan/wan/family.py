@@ -203,12 +203,16 @@ def _check_weights(folder: Path, faults: list[str]) -> None:
                 f"{folder}: {len(missing)} of {len(shards)} weight files are missing "
                 f"({', '.join(missing)}); fetch them again"
             )
-    for file in weights:
-        try:
-            with safe_open(file, framework="np"):  # reads the header and compares it with the length of the file
-                pass
-        except (SafetensorError, OSError) as error:
-            faults.append(f"{file}: is not a whole weight file ({error}); fetch it again")
+    faults += [fault for file in weights if (fault := weight_file_fault(file)) is not None]
+
+
+def weight_file_fault(file: Path) -> str | None:
+    """Why a safetensors file is not whole, or None."""
+    try:
+        with safe_open(file, framework="np"):  # reads the header and compares it with the length of the file
+            return None
+    except (SafetensorError, OSError) as error:
+        return f"{file}: is not a whole weight file ({error}); fetch it again"
 
 
 def _identify(

@@ -10,23 +10,25 @@ from collections.abc import Sequence
 from miles_wan.errors import InputError
 
 
-def physical_devices(indices: Sequence[int], visible: str | None) -> list[str]:
-    """Entries of CUDA_VISIBLE_DEVICES for process-local device indices.
+def device_numbers(uuids: Sequence[str], node_uuids: Sequence[str]) -> list[str]:
+    """CUDA_VISIBLE_DEVICES entries for devices named by UUID: their positions among all devices of the node.
+
+    The engine reads its list as numbers that NVML and CUDA share, which holds under CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Args:
-        indices: device indices as a process counts them, from 0.
-        visible: the process's CUDA_VISIBLE_DEVICES (``4,5,6,7`` or UUIDs); None when unset: indices are physical.
+        uuids: the devices of one engine, ``GPU-...``.
+        node_uuids: UUIDs of all devices of the node in the order of NVML.
 
     Raises:
-        InputError: an index beyond the list.
+        InputError: a device twice, or one that the node does not have.
     """
-    if visible is None:
-        return [str(index) for index in indices]
-    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
-    beyond = [index for index in indices if not 0 <= index < len(entries)]
-    if beyond:
-        raise InputError([f"device index {index} is not in CUDA_VISIBLE_DEVICES={visible!r}" for index in beyond])
-    return [entries[index] for index in indices]
+    twice = sorted({uuid for uuid in uuids if uuids.count(uuid) > 1})
+    absent = [uuid for uuid in uuids if uuid not in node_uuids]
+    if twice or absent:
+        faults = [f"device {uuid} holds two slots: Ray did not give every slot a device of its own" for uuid in twice]
+        faults += [f"device {uuid} is not among those of the node: {', '.join(node_uuids)}" for uuid in absent]
+        raise InputError(faults)
+    return [str(list(node_uuids).index(uuid)) for uuid in uuids]
 
 
 def choose_transport(configured: str, *, engine_uuids: Sequence[str], trainer_uuids: Sequence[str]) -> str:
@@ -46,3 +48,8 @@ def choose_transport(configured: str, *, engine_uuids: Sequence[str], trainer_uu
             [f"sync.transport = cuda_ipc, and no trainer holds engine devices {missing or 'on a CPU'}; use auto"]
         )
     return "cuda_ipc" if possible and configured != "shared_memory" else "shared_memory"
+
+
+def sharing_ranks(transport: str, *, engine_uuids: Sequence[str], trainer_uuids: Sequence[str | None]) -> list[bool]:
+    """Which ranks publish over CUDA IPC: those on an engine's device. What nobody opens would never be freed."""
+    return [transport == "cuda_ipc" and uuid in engine_uuids for uuid in trainer_uuids]

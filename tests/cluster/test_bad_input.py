@@ -14,6 +14,17 @@ from miles_wan.cluster import launch as launcher
 from miles_wan.tiny import TinyPaths
 
 
+def faultless(tiny_paths: TinyPaths, tmp_path: Path) -> dict[str, str]:
+    return {
+        "--recipe": "tiny_ti2v",
+        "--model": str(tiny_paths.model),
+        "--reward-model": str(tiny_paths.reward),
+        "--data-jsonl": str(tiny_paths.train_jsonl),
+        "--eval-data-jsonl": str(tiny_paths.eval_jsonl),
+        "--output-dir": str(tmp_path / "run"),
+    }
+
+
 @pytest.fixture
 def refused(tiny_paths: TinyPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run the launcher with changed flags; return what it printed. It must refuse with 2 and start nothing."""
@@ -23,14 +34,7 @@ def refused(tiny_paths: TinyPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(launcher, "LocalRay", started)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    flags = {
-        "--recipe": "tiny_ti2v",
-        "--model": str(tiny_paths.model),
-        "--reward-model": str(tiny_paths.reward),
-        "--data-jsonl": str(tiny_paths.train_jsonl),
-        "--eval-data-jsonl": str(tiny_paths.eval_jsonl),
-        "--output-dir": str(tmp_path / "run"),
-    }
+    flags = faultless(tiny_paths, tmp_path)
 
     def run(changes: dict[str, str | None]) -> str:
         merged = {name: value for name, value in {**flags, **changes}.items() if value is not None}
@@ -191,15 +195,7 @@ def test_an_empty_path_is_a_fault_of_its_flag(refused, flag: str) -> None:
 def test_doctor_takes_the_flags_of_the_launcher_and_starts_nothing(
     tiny_paths: TinyPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = {
-        "--recipe": "tiny_ti2v",
-        "--model": str(tiny_paths.model),
-        "--reward-model": str(tiny_paths.reward),
-        "--data-jsonl": str(tiny_paths.train_jsonl),
-        "--eval-data-jsonl": str(tiny_paths.eval_jsonl),
-        "--output-dir": str(tmp_path / "run"),
-        "--rollout.num-frames": "6",
-    }
+    flags = {**faultless(tiny_paths, tmp_path), "--rollout.num-frames": "6"}
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", *(token for item in flags.items() for token in item)])
     assert ended.value.code == 2

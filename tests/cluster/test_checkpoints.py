@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -92,6 +93,22 @@ def test_a_write_error_leaves_the_earlier_ones_whole(tmp_path, write, reason):
     path, state = kept.latest()
     assert state == {"finished": 1}
     assert (path / "__1_0.distcp").read_text() == "shard 1"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    kept = store(tmp_path, keep_last=1)
+    kept.save(1, {"finished": 1}, shards)
+    remove = shutil.rmtree
+
+    def refuse(path, *rest, **options):
+        if Path(path).name == "rollout_000001":
+            raise PermissionError(13, "Permission denied")
+        remove(path, *rest, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    kept.save(2, {"finished": 2}, shards)
+    assert kept.latest()[1] == {"finished": 2}
+    assert "rollout_000001 could not be removed" in caplog.text
 
 
 def test_the_ranks_own_error_passes_through_and_commits_nothing(tmp_path):

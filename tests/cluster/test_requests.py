@@ -56,6 +56,13 @@ def test_a_record_drawn_twice_in_one_rollout_has_other_noise_each_time():
     assert len({seed for request in requests for seed in request.seeds}) == 12
 
 
+def test_records_that_differ_in_metadata_alone_have_noise_of_their_own():
+    twins = [PromptRecord(record_id="same", prompt="p", metadata={"target": n}) for n in range(3)]
+    for requests in (RequestPlanner(config(), twins, []).training(n, policy_version=0) for n in range(2)):
+        seeds = [seed for request in requests for seed in request.seeds]
+        assert len(set(seeds)) == len(seeds) == 12
+
+
 def test_any_rollout_can_be_planned_again_alone():
     run = planner()
     everything = [run.training(n, policy_version=n) for n in range(6)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import CLIPModel, CLIPProcessor
 
 from miles_wan.config import RewardFunction
@@ -117,6 +119,15 @@ def test_bf16_is_close_to_fp32(tiny_paths: TinyPaths, reward: PickScoreReward) -
     batch = [video("a red circle", seed=8), video("a blue square", seed=9)]
     # 8 bits of mantissa on a cosine that is multiplied by 100 / 26
     assert half(batch) == pytest.approx(reward(batch), abs=2**-8 * 100 / 26 * 4)
+
+
+def test_bf16_keeps_the_scale_of_the_scores(tiny_paths: TinyPaths) -> None:
+    """ln 100 in bf16 is 4.59375, and its exponential 98.9: every score would be 1.1 % too low."""
+    function = RewardFunction(name="pickscore", model=str(tiny_paths.reward), processor=str(tiny_paths.reward))
+    stored = load_file(tiny_paths.reward / "model.safetensors")["logit_scale"]
+    half = from_config(function, device=CPU, dtype=torch.bfloat16)
+    assert half.scale == pytest.approx(math.exp(stored.item()) / 26, rel=1e-6)
+    assert math.exp(stored.bfloat16().item()) / 26 != pytest.approx(half.scale, rel=1e-3)
 
 
 # --- the contract for frames

@@ -16,7 +16,7 @@ import pytest
 from miles_wan.errors import EngineError, InputError
 from miles_wan.rollout.sglang.ports import PortLease
 from miles_wan.rollout.sglang.server import SGLangServer
-from miles_wan.rollout.sglang.settings import EngineSettings
+from miles_wan.rollout.sglang.settings import EngineSettings, server_environment
 
 SUPERVISE = [sys.executable, "-m", "miles_wan.rollout.sglang.supervisor"]
 FAMILY = "sleep 300 & echo $! > {file}; trap '' INT; wait; wait"  # a shell with a child, deaf to interrupts
@@ -126,6 +126,17 @@ def test_a_server_that_cannot_start_is_an_error_with_its_log(tmp_path: Path) -> 
     ):
         server.start()
     assert server.failure() is not None
+
+
+def test_sglang_gets_device_numbers_in_the_order_that_nvml_counts(tmp_path: Path) -> None:
+    settings = EngineSettings(model_path="m", model_id="i", devices=("5", "7"), log_dir=tmp_path, tp_size=2)
+    environment = server_environment(
+        settings, "token", {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    )
+    assert environment["CUDA_VISIBLE_DEVICES"] == "5,7"
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    with pytest.raises(InputError, match=r"as numbers, not as GPU-aa"):  # it would fail with int("GPU-aa")
+        EngineSettings(model_path="m", model_id="i", devices=("GPU-aa",), log_dir=tmp_path)
 
 
 def test_devices_must_fit_the_parallel_sizes(tmp_path: Path) -> None:

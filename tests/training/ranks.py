@@ -64,7 +64,7 @@ class Scenarios:
         self._meetings = itertools.count()
 
     def worker(self, **changes: Any) -> TrainingWorker:
-        meeting = self.folder / f"meeting_{next(self._meetings)}"
+        meeting = self.folder / f"meeting #{next(self._meetings)}?"
         place = Rank(self.rank, self.world_size, f"file://{meeting}", "cpu")
         config = make_config(self.folder, **changes)
         return TrainingWorker(config, place, model_path=Path(config.model.path), expand_timesteps=True)

@@ -5,31 +5,46 @@ from __future__ import annotations
 import pytest
 
 from miles_wan.errors import InputError
-from miles_wan.weight_sync import choose_transport, physical_devices
+from miles_wan.weight_sync import choose_transport, device_numbers, sharing_ranks
+
+NODE = [f"GPU-{index}" for index in range(8)]
 
 
 @pytest.mark.parametrize(
-    ("indices", "visible", "expected"),
+    ("visible", "numbers"),
     [
-        ([0, 1, 2, 3], "4,5,6,7", ["4", "5", "6", "7"]),
-        ([1, 3], "4,5,6,7", ["5", "7"]),
-        ([3, 0], "4,5,6,7", ["7", "4"]),
-        ([0], "6", ["6"]),
-        ([0], "0", ["0"]),
-        ([1], " 2 , 5 ", ["5"]),
-        ([0, 1], "GPU-aa,GPU-bb", ["GPU-aa", "GPU-bb"]),
-        ([0, 2], None, ["0", "2"]),
-        ([], "4,5", []),
+        ("4,5,6,7", ["4", "5", "6", "7"]),
+        ("5,7", ["5", "7"]),
+        ("7,4", ["7", "4"]),
+        ("6", ["6"]),
+        ("0", ["0"]),
     ],
 )
-def test_local_indices_become_the_cards_of_the_visible_list(indices, visible, expected):
-    assert physical_devices(indices, visible) == expected
+def test_the_devices_of_a_visible_list_get_their_numbers_on_the_node(visible, numbers):
+    assert device_numbers([f"GPU-{index}" for index in visible.split(",")], NODE) == numbers
 
 
-@pytest.mark.parametrize(("indices", "visible"), [([4], "4,5,6,7"), ([0], ""), ([-1], "4,5"), ([0, 1], "6")])
-def test_an_index_beyond_the_list_is_refused_with_both(indices, visible):
-    with pytest.raises(InputError, match=f"device index {indices[-1]} is not in CUDA_VISIBLE_DEVICES='{visible}'"):
-        physical_devices(indices, visible)
+def test_two_slots_on_one_device_are_refused():
+    with pytest.raises(InputError, match="device GPU-0 holds two slots"):
+        device_numbers(["GPU-0", "GPU-0"], NODE)
+
+
+def test_a_device_of_another_node_is_refused():
+    with pytest.raises(InputError, match="device GPU-x is not among those of the node: GPU-0, GPU-1"):
+        device_numbers(["GPU-x"], NODE[:2])
+
+
+@pytest.mark.parametrize(
+    ("transport", "trainers", "expected"),
+    [
+        ("cuda_ipc", ["a", "b", "c", "d"], [True, True, False, False]),  # nobody would free what c and d share
+        ("cuda_ipc", ["b", "a"], [True, True]),
+        ("shared_memory", ["a", "b"], [False, False]),
+        ("shared_memory", [None, None], [False, False]),
+    ],
+)
+def test_only_ranks_on_an_engines_device_share_over_cuda_ipc(transport, trainers, expected):
+    assert sharing_ranks(transport, engine_uuids=["a", "b"], trainer_uuids=trainers) == expected
 
 
 @pytest.mark.parametrize(

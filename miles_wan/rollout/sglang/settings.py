@@ -22,7 +22,7 @@ class EngineSettings:
     """One server on ``tp_size * sp_size`` devices.
 
     ``model_id`` names the model class (``Wan2.2-TI2V-5B-Diffusers``); SGLang would go by the folder's name otherwise.
-    ``devices`` are CUDA device numbers or UUIDs; on a CPU only their count matters. ``threads`` is per worker on a CPU,
+    ``devices`` are numbers in the order of the PCI bus (SGLang reads them as such); on a CPU only their count matters. ``threads`` is per worker on a CPU,
     by default the machine's cores divided by the workers. Timeouts in seconds; ``request_timeout`` is for one video.
     """
 
@@ -51,6 +51,9 @@ class EngineSettings:
                     f"sp_size {self.sp_size}; give it exactly {self.world_size}"
                 ]
             )
+        named = [device for device in self.devices if not device.isdecimal()]
+        if self.device == "cuda" and named:
+            raise InputError([f"engine: SGLang takes CUDA devices as numbers, not as {', '.join(named)}"])
 
     @property
     def world_size(self) -> int:
@@ -119,7 +122,8 @@ def server_environment(settings: EngineSettings, token: str, base: Mapping[str, 
     """The environment of the server: ``base`` with the devices, the identity token and, on a CPU, the thread count."""
     environment = dict(base) | {TOKEN_VARIABLE: token, "PYTHONUNBUFFERED": "1"}
     if settings.device == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.devices)
+        # One numbering for CUDA and NVML: SGLang uses the same number with both.
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(settings.devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     else:
         threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.world_size)
         environment |= {
