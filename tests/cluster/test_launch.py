@@ -257,7 +257,7 @@ def test_every_flag_reaches_its_place_in_the_configuration(tmp_path: Path, monke
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("rollout: {prompts_per_rollout: 4}\n")
     seen: list[Config] = []
-    monkeypatch.setattr("miles_wan.cluster.launch._check", seen.append)
+    monkeypatch.setattr("miles_wan.cluster.launch.check", seen.append)
     monkeypatch.setattr("miles_wan.cluster.launch.launch", lambda config: 0)
     flags = {
         "--model": "m", "--data-jsonl": "d.jsonl", "--num-gpus": "2", "--cuda-visible-devices": "4,7", "--device": "cuda",
