@@ -153,7 +153,7 @@ def test_images_of_another_shape_are_a_counted_warning(tree: dict[str, Any], cap
     tree["rollout"].update(width=64, height=32)  # the toy images are square
     with caplog.at_level(logging.WARNING):
         warnings = check(tree).warnings
-    assert [warning[:16] for warning in warnings] == ["64 of 64 images "] * 2
+    assert [warning.partition(" images")[0] for warning in warnings] == ["data.train: 64 of 64", "data.eval: 64 of 64"]
     assert set(warnings) <= set(caplog.messages)
 
 

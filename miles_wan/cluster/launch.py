@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal
@@ -27,7 +28,7 @@ import tyro
 from miles_wan.cluster.job import Job
 from miles_wan.cluster.local_ray import LocalRay, StartInterruptedError, check_environment
 from miles_wan.config import Config
-from miles_wan.configuration import dump_config, read_config, recipe_path
+from miles_wan.configuration import all_fields, dump_config, read_config, recipe_path
 from miles_wan.errors import InputError, MilesWanError
 from miles_wan.tracking.failures import show_failure
 from miles_wan.tracking.follow import follow_progress
@@ -118,7 +119,29 @@ def find_modules_in(folder: Path) -> None:
 def read_flags(argv: Sequence[str], *, prog: str | None = None) -> Config:
     """The configuration that a command line of the launcher means; ``check`` has not seen it yet. Raises InputError."""
     flags, rest = tyro.cli(Flags, args=argv, prog=prog, return_unknown_args=True)
+    if faults := _unknown_flags(rest):
+        raise InputError(faults)
     return read_config(recipe_path(flags.recipe), _overrides(flags), rest)
+
+
+def _unknown_flags(rest: Sequence[str]) -> list[str]:
+    """Flags without a dot that are neither ours nor a field outside all sections, with what may have been meant: one of
+    ours, or a field that ends so."""
+    outside = {name for name in all_fields() if "." not in name} - {"model", "data"}
+    known = {field.name: field.name for field in fields(Flags)}
+    known |= {
+        name.rpartition(".")[2]: name for name in all_fields() if "." in name and name.rpartition(".")[2] not in known
+    }
+    faults = []
+    for token in rest:
+        written = token.partition("=")[0]
+        name = written.removeprefix("--").replace("-", "_")
+        if not token.startswith("--") or "." in name or name in outside:
+            continue
+        close = get_close_matches(name, known, n=1, cutoff=0.55)
+        meant = f"; did you mean --{known[close[0]].replace('_', '-')}?" if close else "; see --help"
+        faults.append(f"{written}: no such flag{meant}")
+    return faults
 
 
 def _overrides(flags: Flags) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from pathlib import Path
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from miles_wan.records import PromptRecord
-
-logger = logging.getLogger(__name__)
 
 # A warning names so many images and counts the rest.
 _NAMED = 5
@@ -70,15 +67,12 @@ def check_images(paths: Iterable[Path]) -> dict[Path, CheckedImage]:
 def crop_report(records: Sequence[PromptRecord], width: int, height: int, ratio: float) -> CropReport:
     """Which images are cropped hard at ``width`` x ``height`` pixels, that is by more than the factor ``ratio``.
 
-    Logs one warning with their number and names. Records without an image do not count.
+    Records without an image do not count.
     """
     paths = list(dict.fromkeys(record.image_path for record in records if record.image_path is not None))
     working = width / height
     far = [path for path in paths if _factor(_aspect(path), working) > ratio]
-    report = CropReport(tuple(Path(path).name for path in far), len(paths), width, height, ratio)
-    if report.warning is not None:
-        logger.warning(report.warning)
-    return report
+    return CropReport(tuple(Path(path).name for path in far), len(paths), width, height, ratio)
 
 
 def _check_image(path: Path) -> CheckedImage:

@@ -64,9 +64,10 @@ def check(config: Config) -> Report:
     warnings += memory_warnings(config, model.family)
     if evaluation is not None:
         warnings += _overlap_warnings(train, evaluation)
+    warnings += _crop_warnings(config, train, evaluation)
     for warning in warnings:
         logger.warning(warning)
-    return Report(model, train, evaluation, tuple(warnings + _crop_warnings(config, train, evaluation)))
+    return Report(model, train, evaluation, tuple(warnings))
 
 
 def _dataset(path: str | None, field: str, faults: list[str]) -> Dataset | None:
@@ -101,5 +102,6 @@ def _overlap_warnings(train: Dataset, evaluation: Dataset) -> list[str]:
 
 def _crop_warnings(config: Config, train: Dataset, evaluation: Dataset | None) -> list[str]:
     size = (config.rollout.width, config.rollout.height, config.data.crop_warning_ratio)
-    reports = [crop_report(data.records, *size) for data in (train, evaluation) if data is not None]
-    return [report.warning for report in reports if report.warning is not None]
+    named = {"data.train": train, "data.eval": evaluation}
+    reports = {name: crop_report(data.records, *size) for name, data in named.items() if data is not None}
+    return [f"{name}: {report.warning}" for name, report in reports.items() if report.warning is not None]

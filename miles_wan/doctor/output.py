@@ -51,7 +51,7 @@ def _write_faults(folder: Path) -> list[str]:
 
 
 def _holds(path: Path) -> bool:
-    return path.is_file() or (path.is_dir() and any(path.iterdir()))
+    return (path.is_file() and path.stat().st_size > 0) or (path.is_dir() and any(path.iterdir()))
 
 
 def _nearest_existing(path: Path) -> Path:

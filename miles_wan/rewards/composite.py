@@ -4,6 +4,7 @@ and every part by name. It checks the contract on both sides: frames in, finite 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -14,6 +15,8 @@ from miles_wan.errors import InputError, MilesWanError, RewardError
 from miles_wan.records import RewardInput, Score
 from miles_wan.rewards.frames import check_frames
 from miles_wan.rewards.registry import RewardCallable, build
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # A message quotes so many characters of a prompt.
@@ -74,11 +77,20 @@ def _call(name: str, function: RewardCallable, batch: Sequence[RewardInput]) -> 
     if not batch:
         return []
     try:
-        answer = list(function(batch))
+        answer = function(batch)
     except MilesWanError:
         raise
     except Exception as error:  # a user's function may raise anything
-        raise RewardError(f"reward {name!r} failed on {len(batch)} videos: {type(error).__name__}: {error}") from error
+        logger.exception("reward %r raised", name)  # its lines are what the user looks for
+        raise RewardError(
+            f"reward {name!r} failed on {len(batch)} videos: {type(error).__name__}: {error}; the traceback is in the log"
+        ) from error
+    try:
+        answer = list(answer)
+    except TypeError as error:
+        raise RewardError(
+            f"reward {name!r} gave {answer!r} for {len(batch)} videos; it must give a list with one number each"
+        ) from error
     if len(answer) != len(batch):
         raise RewardError(f"reward {name!r} gave {len(answer)} numbers for {len(batch)} videos; it must give one each")
     return [_number(name, value, item) for value, item in zip(answer, batch, strict=True)]

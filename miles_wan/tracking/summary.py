@@ -43,6 +43,13 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "videos_scored": "Videos scored, validation included",
     "dropped_samples": "Videos given up",
     "resumed_from": "Checkpoint that this run continued from; null if none",
+    "eval_rewards_before": "Validation reward of every record before training, in the order of the file",
+    "eval_rewards_after": "The same of the last validation",
+    "eval_records": "Validation records",
+    "num_engines": "SGLang servers",
+    "sp_size": "Sequence-parallel size of an engine",
+    "overlapped_seconds": "Work beside the phases, such as scoring while videos are generated",
+    "seed": "Seed of the run",
 }
 REQUIRED_KEYS = tuple(SUMMARY_FIELDS)
 

@@ -179,6 +179,27 @@ def test_faults_of_configuration_and_data_are_told_together(refused, tmp_path: P
     assert "train.jsonl:1: input is empty" in printed
 
 
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--eval-data", "--eval-data-jsonl"),
+        ("--data", "--data-jsonl"),
+        ("--lr", "--training.optimizer.lr"),
+        ("--evalinterval", "--eval-interval"),
+        ("--clip-range", "--algorithm.clip-range"),
+        ("--lora-rank", "--model.lora-rank"),
+    ],
+)
+def test_a_flag_that_does_not_exist_is_answered_with_the_one_that_may_be_meant(refused, flag: str, meant: str) -> None:
+    assert f"{flag}: no such flag; did you mean {meant}?" in refused({flag: "3"})
+
+
+def test_fields_outside_all_sections_need_no_dot(tiny_paths: TinyPaths, tmp_path: Path) -> None:
+    flags = {**faultless(tiny_paths, tmp_path), "--num-rollouts": "3", "--seed": "7"}
+    config = launcher.read_flags([token for item in flags.items() for token in item])
+    assert (config.num_rollouts, config.seed) == (3, 7)
+
+
 def test_thousands_of_faults_are_counted_not_printed(refused, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"input": ""}\n' * 3000)
     printed = refused({"--data-jsonl": str(tmp_path / "train.jsonl")})

@@ -124,7 +124,7 @@ def test_an_empty_batch_has_no_scores() -> None:
         ("nan", ["gave nan", "'prompt 2'", "/a.png", "finite"]),
         ("infinite", ["gave -inf", "'prompt 0'"]),
         ("text", ["gave 'good'", "must be a number"]),
-        ("nothing", ["TypeError"]),
+        ("nothing", ["gave None for 3 videos", "a list with one number each"]),
         ("raises", ["KeyError", "target"]),
     ],
 )
@@ -133,6 +133,12 @@ def test_a_reward_that_breaks_its_contract_is_named(name: str, words: list[str])
         model(**{name: 1.0}).score(videos())
     assert f"my_rewards:{name}" in str(raised.value)
     assert all(word in str(raised.value) for word in words)
+
+
+def test_the_traceback_of_a_users_reward_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RewardError):
+        model(raises=1.0).score(videos())
+    assert 'raise KeyError("target")' in caplog.text
 
 
 def test_frames_of_another_layout_reach_no_reward() -> None:
