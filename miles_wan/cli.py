@@ -31,7 +31,13 @@ def train(config: Path) -> None:
     configure_logging("driver")
     settings = load_config(config, {})
     ray.init(log_to_driver=True, logging_level="warning")
-    run(settings)
+    try:
+        run(settings)
+    except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise MilesWanError(
+            f"a worker process of the run ended ({reason}); --resume latest continues the run"
+        ) from error
 
 
 def tiny(out: Path, seed: int = 0) -> None:

@@ -5,6 +5,7 @@ with every fault. It checks what can be known without touching the data, a model
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from miles_wan.config import Config, RewardFunction
 from miles_wan.errors import InputError
 
+_LARGEST_DIVISOR = 4096  # a micro-batch above it is nobody's
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -108,7 +110,7 @@ def _batch_faults(config: Config) -> list[str]:
         return [f"{named} / {steps} optimizer steps = {total // steps} is not divisible by training.dp_size = {ranks}"]
     pairs, micro = total // steps // ranks * rollout.window_size, config.training.micro_batch_size
     if pairs % micro:
-        divisors = [size for size in range(1, pairs + 1) if pairs % size == 0]
+        divisors = [size for size in range(1, min(pairs, _LARGEST_DIVISOR) + 1) if pairs % size == 0]
         return [
             f"training.micro_batch_size = {micro} does not divide the {pairs} (sample, step) pairs of a rank and "
             f"optimizer step; it can be {', '.join(map(str, divisors))}"
@@ -174,9 +176,21 @@ def _other_faults(config: Config) -> list[str]:
     return faults
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that comes twice: the second one would replace the first, a whole section even."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [str(key.value) for key, _ in node.value]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise yaml.constructor.ConstructorError(
+                problem=f"{', '.join(twice)} comes twice", problem_mark=node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
 def _read_recipe(recipe: Path, faults: list[str]) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(recipe.read_text())
+        tree = yaml.load(recipe.read_text(), Loader=_Loader)
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         faults.append(f"recipe {recipe}: cannot be read as YAML ({' '.join(str(error).split())})")
         return {}
@@ -260,7 +274,7 @@ def _sentence(detail: Any) -> str:
     if detail["type"] == "missing":
         flags = {"model": "--model", "model.path": "--model", "data": "--data-jsonl", "data.train": "--data-jsonl"}
         return f"{place}: required and not given" + (f"; pass {flags[place]}" if place in flags else "")
-    return f"{place} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    return f"{place} = {reprlib.repr(detail['input'])}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
 
 
 def _suggestion(location: Sequence[str | int]) -> str:

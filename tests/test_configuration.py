@@ -122,6 +122,13 @@ def test_nan_is_not_a_number_here():
     assert faults("--training.optimizer.lr", ".nan")
 
 
+def test_a_section_that_comes_twice_in_a_recipe_is_refused(tmp_path):
+    recipe = tmp_path / "twice.yaml"
+    recipe.write_text("rollout: {width: 32}\nseed: 1\nrollout: {height: 32}\n")
+    with pytest.raises(InputError, match="rollout comes twice"):
+        load_config(recipe, NEEDED)
+
+
 @pytest.mark.parametrize("text", ["- a\n- b\n", "", "a: [1\n", "just words"])
 def test_a_file_that_is_no_recipe_is_refused_by_name(tmp_path, text):
     recipe = write(tmp_path, text)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from miles_wan import doctor
 from miles_wan.cluster.checkpoints import CheckpointStore
@@ -237,6 +238,58 @@ def test_weights_of_another_configuration_are_found_before_they_are_loaded(
     assert "missing, first blocks.2." in fault
 
 
+@pytest.mark.parametrize("component", ["vae", "text_encoder"])
+def test_a_tensor_that_is_missing_from_what_only_the_engine_loads_is_found(
+    tree: dict[str, Any], tmp_path: Path, component: str
+) -> None:
+    folder = Path(shutil.copytree(tree["model"]["path"], tmp_path / "model"))
+    tree["model"]["path"] = str(folder)
+    (file,) = (folder / component).glob("*.safetensors")
+    tensors = load_file(file)
+    lost = next(name for name in sorted(tensors) if "block" in name)
+    del tensors[lost]
+    save_file(tensors, file)
+    fault = only_fault(tree)
+    assert f"{folder / component}: the weights do not fit config.json (1 missing, first {lost})" in fault
+
+
+@pytest.mark.parametrize("component", ["vae", "text_encoder", "transformer"])
+def test_a_configuration_that_makes_no_model_is_a_fault_and_no_traceback(
+    tree: dict[str, Any], tmp_path: Path, component: str
+) -> None:
+    folder = Path(shutil.copytree(tree["model"]["path"], tmp_path / "model"))
+    tree["model"]["path"] = str(folder)
+    config = folder / component / "config.json"
+    key = {"vae": "dim_mult", "text_encoder": "d_model", "transformer": "ffn_dim"}[component]
+    config.write_text(json.dumps({**json.loads(config.read_text()), key: "x"}))
+    assert f"{folder / component}: config.json describes no" in " ".join(faults_of(tree))
+
+
+@pytest.mark.parametrize("heads", ["x", None, 0, -2, 2.5, [2]])
+def test_a_number_of_heads_that_is_none(tree: dict[str, Any], tmp_path: Path, heads: Any) -> None:
+    folder = Path(shutil.copytree(tree["model"]["path"], tmp_path / "model"))
+    tree["model"]["path"] = str(folder)
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_attention_heads": heads}))
+    assert f"num_attention_heads is {heads!r}: not a positive whole number" in only_fault(tree)
+
+
+@pytest.mark.parametrize(
+    "weight_map", [None, [], {}, {"a": "../a.safetensors"}, {"a": "/etc/passwd"}, {"a": "x" * 5000}]
+)
+def test_an_index_that_names_no_files_of_its_folder(tree: dict[str, Any], tmp_path: Path, weight_map: Any) -> None:
+    folder = Path(shutil.copytree(tree["model"]["path"], tmp_path / "model"))
+    tree["model"]["path"] = str(folder)
+    index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert "names no files of this folder" in only_fault(tree)
+
+
+def test_more_reward_workers_than_a_device_holds(tree: dict[str, Any]) -> None:
+    tree["reward"]["num_workers"] = 31
+    assert "reward.num_workers = 31" in only_fault(tree)
+
+
 # --- mesh
 
 
@@ -346,6 +399,8 @@ def test_a_reward_folder_must_be_a_whole_clip(tree: dict[str, Any], tmp_path: Pa
     tree["reward"]["functions"][0].update(model=str(copy), processor=str(copy))
     (weights,) = copy.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])
+    (copy / "tokenizer.json").unlink()
+    assert "cannot tell texts apart" in faults_of(tree)[1]
     (copy / "tokenizer.json").write_text("{")
     faults = faults_of(tree)
     assert len(faults) == 2
@@ -385,7 +440,9 @@ def test_a_users_reward_must_be_importable(
 def test_a_resumed_run_keeps_its_settings(tree: dict[str, Any]) -> None:
     config, report = Config.model_validate(tree), check(tree)
     assert report.eval is not None
-    content = {"settings": remembered(config, report.train.records, report.eval.records)}
+    weights = report.model.path / "transformer"
+    settings = remembered(config, report.train.records, report.eval.records, weights=weights)
+    content = {"run": {"finished": 1}, "clock": {}, "settings": settings}
     CheckpointStore(Path(tree["output_dir"]) / "checkpoints", keep_last=1).save(1, content, lambda _: None)
     tree["resume"] = "latest"
     check(tree)
@@ -393,6 +450,8 @@ def test_a_resumed_run_keeps_its_settings(tree: dict[str, Any]) -> None:
     assert only_fault(tree).startswith("--resume: seed is 7, the run was started with 0")
     (Path(tree["output_dir"]) / "checkpoints" / "rollout_000001" / "state.json").write_text("{")
     assert "cannot be read" in only_fault(tree)
+    (Path(tree["output_dir"]) / "checkpoints" / "rollout_000001" / "state.json").unlink()
+    assert "lacks its state.json" in only_fault(tree)
 
 
 # --- devices
@@ -468,6 +527,14 @@ def test_an_environment_that_hides_all_devices_shows_none() -> None:
 
 
 # --- output folder
+
+
+@pytest.mark.parametrize(("name", "is_folder"), [("checkpoints", False), ("videos", False), ("config.yaml", True)])
+def test_what_is_in_the_way_in_the_output_folder(tree: dict[str, Any], name: str, is_folder: bool) -> None:
+    path = Path(tree["output_dir"]) / name
+    path.parent.mkdir(parents=True)
+    path.mkdir() if is_folder else path.write_text("")
+    assert f"{name} is in the way" in only_fault(tree)
 
 
 def test_the_root_of_the_file_system_is_no_output_folder(tree: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,14 @@ class CheckpointStore:
 
     def complete(self) -> list[Path]:
         """Committed checkpoints, oldest first."""
-        return sorted(path for path in self._directory.glob("rollout_*") if (path / STATE_FILE).is_file())
+        return [path for path in self._committed() if (path / STATE_FILE).is_file()]
+
+    def damaged(self) -> list[Path]:
+        """Folders that bear a checkpoint's name and lack its state: a commit never leaves one."""
+        return [path for path in self._committed() if not (path / STATE_FILE).is_file()]
+
+    def _committed(self) -> list[Path]:
+        return sorted(path for path in self._directory.glob("rollout_*") if re.fullmatch(r"rollout_\d{6,}", path.name))
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest committed checkpoint and its driver state; None if there is none.
@@ -56,7 +64,7 @@ class CheckpointStore:
             if not isinstance(state, dict) or not state:
                 raise ValueError("it holds no state")
             return found[-1], state
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{found[-1] / STATE_FILE} cannot be read ({error}); remove this folder to resume from the one before"
             ) from error

@@ -164,12 +164,13 @@ def run(config: Config) -> None:
     found = store.latest() if config.resume is not None else None
     if config.resume is not None and found is None:
         logger.info("no complete checkpoint in %s: starting from the beginning", output_dir)
-    state = RunState(**found[1]["run"]) if found else RunState()
     train = load_records(config.data.train).records
     validation = load_records(config.data.eval).records if config.data.eval is not None else ()
-    settings = remembered(config, train, validation[: config.eval.max_records])
+    weights = load_family(resolve_model(config.model.path)).path / "transformer"
+    settings = remembered(config, train, validation[: config.eval.max_records], weights=weights)
     if found and (faults := resume_faults(found[1], settings)):
         raise InputError(faults)
+    state = RunState(**found[1]["run"]) if found else RunState()
     resume_step = state.finished if found else None
     with Tracker(output_dir, total_rollouts=config.num_rollouts, resume_step=resume_step) as tracker:
         actors = Actors(config, plan_layout(config), init_method=f"file://{_rendezvous(output_dir)}")

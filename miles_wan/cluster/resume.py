@@ -7,11 +7,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from miles_wan.config import Config
+from miles_wan.controller import RunState
 from miles_wan.records import PromptRecord
 
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 # What may change: where things lie and run, how much is kept and shown, how long one waits. Never what is computed.
 FREE = (
     "output_dir",
@@ -30,8 +33,6 @@ FREE = (
     "rollout.start_timeout",
     "rollout.server_args",
     "reward.num_workers",
-    "reward.functions.*.model",
-    "reward.functions.*.processor",
     "algorithm.max_log_prob_gap",
     "training.dp_size",
     "training.micro_batch_size",
@@ -45,26 +46,57 @@ FREE = (
 )
 
 
-def remembered(config: Config, train: Sequence[PromptRecord], validation: Sequence[PromptRecord]) -> dict[str, Any]:
+def remembered(
+    config: Config, train: Sequence[PromptRecord], validation: Sequence[PromptRecord], *, weights: Path
+) -> dict[str, Any]:
     """What a checkpoint keeps of its run, as JSON.
 
     Args:
+        weights: folder of the transformer's weight files.
         train: training records in their order.
         validation: records that are validated; ``eval.max_records`` of them.
     """
-    return {"config": config.model_dump(mode="json"), "train": _digest(train), "eval": _digest(validation)}
+    return {
+        "config": config.model_dump(mode="json"),
+        "weights": fingerprint(weights),
+        "train": _digest(train),
+        "eval": _digest(validation),
+    }
+
+
+def fingerprint(folder: Path) -> str:
+    """A digest of the sizes of all weight files and of samples of their bytes: gigabytes in a second."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for part in range(_SAMPLES):
+                file.seek(size * part // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def resume_faults(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Why a run with the settings ``now`` is not the continuation of the run that saved ``state``.
 
     Args:
-        state: a checkpoint's, with ``remembered`` under "settings".
+        state: a checkpoint's, with ``RunState`` under "run" and ``remembered`` under "settings".
         now: from ``remembered``.
     """
-    saved = state.get("settings")
-    if saved is None:
-        return ["--resume: the checkpoint does not say with which settings it was made; start anew"]
+    try:
+        run = RunState(**state["run"])
+        if run.finished < 0 or not isinstance(state["clock"], Mapping):
+            raise ValueError("run or clock make no sense")
+        return _differences(state["settings"], now, finished=run.finished)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        return [
+            f"--resume: state.json of the newest checkpoint is damaged ({reason}); remove it to resume from the one before"
+        ]
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, finished: int) -> list[str]:
     before, after = _flat(saved["config"]), _flat(now["config"])
     faults = [
         f"--resume: {key} is {after.get(key)!r}, the run was started with {before.get(key)!r}; set it back, or start anew "
@@ -72,6 +104,22 @@ def resume_faults(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not _is_free(key)
     ]
+    rollouts = after["num_rollouts"]
+    if rollouts < finished:
+        faults.append(f"--resume: num_rollouts is {rollouts}, and {finished} rollouts are finished; raise it")
+    schedule = after["training.optimizer.schedule"]
+    if schedule != "constant" and rollouts != before["num_rollouts"]:
+        faults.append(
+            f"--resume: num_rollouts is {rollouts}, the run was started with {before['num_rollouts']}: the learning rate "
+            f"follows a {schedule} schedule over all of them; set it back"
+        )
+    if after["training.dp_size"] > before["training.dp_size"]:
+        faults.append(
+            f"--resume: training.dp_size is {after['training.dp_size']}, the checkpoint has the random state of "
+            f"{before['training.dp_size']} ranks; give at most that many"
+        )
+    if saved["weights"] != now["weights"]:
+        faults.append("--resume: the transformer's weights in model.path are not those the run was started with")
     if saved["train"] != now["train"]:
         faults.append("--resume: the records of data.train are not those the run was started with; give the same file")
     was_on, is_on = before["eval.interval"] > 0, after["eval.interval"] > 0
@@ -88,7 +136,11 @@ def resume_faults(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def _digest(records: Sequence[PromptRecord]) -> str:
-    return hashlib.sha256(json.dumps([record.record_id for record in records]).encode()).hexdigest()
+    said = [
+        (record.record_id, {key: value for key, value in record.metadata.items() if key != "image_path"})
+        for record in records
+    ]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

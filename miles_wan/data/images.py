@@ -85,11 +85,16 @@ def _check_image(path: Path) -> CheckedImage:
     digest = hashlib.sha256(content).hexdigest()
     try:
         with Image.open(io.BytesIO(content)) as image:
+            deep = image.mode.startswith(("I", "F"))
             image.convert("RGB")  # decodes every pixel: a truncated file shows only here
     except UnidentifiedImageError:
         return CheckedImage(digest, f"image {path} is not an image that can be read; replace it by a PNG or JPEG")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Exception as error:  # each decoder has errors of its own for damaged files
         return CheckedImage(digest, f"image {path} cannot be decoded ({error}); replace the file")
+    if deep:
+        return CheckedImage(
+            digest, f"image {path} has more than 8 bits a channel and would turn white; save it with 8 bits"
+        )
     return CheckedImage(digest, None)
 
 

@@ -74,6 +74,8 @@ def load_records(path: str | Path) -> Dataset:
 def _numbered(path: Path) -> list[tuple[int, bytes]]:
     """(line number from 1, text) of every line that is not blank."""
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # reading a named pipe would wait for ever
+            raise InputError([f"{path}: is no regular file; give a JSON lines file"])
         content = path.read_bytes()
     except FileNotFoundError:
         raise InputError([f"{path}: no such data file; check the path"]) from None
@@ -86,7 +88,7 @@ def _numbered(path: Path) -> list[tuple[int, bytes]]:
 def _parse(number: int, text: bytes, *, path: Path) -> _Line:
     line = _Line(number)
     try:
-        value = json.loads(text.decode("utf-8"))
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeated_keys)
     except UnicodeDecodeError as error:
         line.faults.append(f"is not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
         return line
@@ -102,6 +104,14 @@ def _parse(number: int, text: bytes, *, path: Path) -> _Line:
     line.negative_prompt = _negative_prompt(value, line.metadata, line.faults)
     line.image = _image(line.metadata, path, line.faults)
     return line
+
+
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
+    return value
 
 
 def _faults_of_keys(value: Mapping[str, Any]) -> list[str]:

@@ -54,11 +54,12 @@ def check(config: Config) -> Report:
     device_bytes = training_memory(config, faults, warnings)
     if model is not None and len(model.experts) == 1:
         faults += transformer_faults(model, config, device_bytes)
+    faults += _layout_faults(config)
     for function in config.reward.functions:
         faults += reward_faults(function)
     faults += output_faults(Path(config.output_dir), resume=config.resume is not None)
-    if config.resume is not None and train is not None:
-        faults += _resume_faults(config, train, evaluation)
+    if config.resume is not None and train is not None and model is not None:
+        faults += _resume_faults(config, model, train, evaluation)
     if faults or model is None or train is None:
         raise InputError(list(dict.fromkeys(faults)))
     warnings += memory_warnings(config, model.family)
@@ -78,15 +79,29 @@ def _dataset(path: str | None, field: str, faults: list[str]) -> Dataset | None:
         return None
 
 
-def _resume_faults(config: Config, train: Dataset, evaluation: Dataset | None) -> list[str]:
+def _layout_faults(config: Config) -> list[str]:
+    from miles_wan.cluster.placement import plan_layout  # imports Ray
+
     try:
-        found = CheckpointStore(Path(config.output_dir) / "checkpoints", keep_last=config.checkpoint.keep_last).latest()
+        plan_layout(config)
+    except InputError as error:
+        return list(error.faults)
+    return []
+
+
+def _resume_faults(config: Config, model: ModelFolder, train: Dataset, evaluation: Dataset | None) -> list[str]:
+    store = CheckpointStore(Path(config.output_dir) / "checkpoints", keep_last=config.checkpoint.keep_last)
+    try:
+        found = store.latest()
     except CheckpointError as error:
         return [str(error)]
     if found is None:
-        return []
+        return [
+            f"--resume: {path} lacks its state.json and there is no whole checkpoint; remove it to start from the beginning"
+            for path in store.damaged()
+        ]
     validated = evaluation.records[: config.eval.max_records] if evaluation is not None else ()
-    return resume_faults(found[1], remembered(config, train.records, validated))
+    return resume_faults(found[1], remembered(config, train.records, validated, weights=model.path / model.experts[0]))
 
 
 def _overlap_warnings(train: Dataset, evaluation: Dataset) -> list[str]:

@@ -35,8 +35,8 @@ def family_faults(model: ModelFolder, config: Config, datasets: list[Dataset]) -
             f"model.path: {model.path} is a {family.name}; training a model with two experts comes with a later version, "
             "use a wan2.2-ti2v-5b"
         )
-    heads, split = int(model.transformer["num_attention_heads"]), rollout.tp_size * rollout.sp_size
-    if heads % split:
+    heads, split = model.transformer.get("num_attention_heads"), rollout.tp_size * rollout.sp_size
+    if isinstance(heads, int) and heads > 0 and heads % split:
         sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
         faults.append(
             f"rollout.tp_size x rollout.sp_size = {rollout.tp_size} x {rollout.sp_size}: the {heads} attention heads do not "
@@ -53,12 +53,16 @@ def family_faults(model: ModelFolder, config: Config, datasets: list[Dataset]) -
 def transformer_faults(model: ModelFolder, config: Config, device_bytes: int | None) -> list[str]:
     """What the transformer says without its weights: do they fit, do the adapters, and does the mesh make sense."""
     from miles_wan.training.mesh import estimate, mesh_faults  # these are slow to import
-    from miles_wan.wan.load import meta_transformer, weight_file_faults
+    from miles_wan.wan.load import meta_transformer, other_weight_faults, weight_file_faults
     from miles_wan.wan.lora import adapter_faults, inject_lora
 
     settings = config.model
-    transformer = meta_transformer(model.transformer, dtype=settings.dtype)
-    faults = [f"model.path: {fault}" for fault in weight_file_faults(model.path / model.experts[0], transformer)]
+    faults = [f"model.path: {fault}" for fault in other_weight_faults(model.path)]
+    try:
+        transformer = meta_transformer(model.transformer, dtype=settings.dtype)
+    except InputError as error:
+        return [*faults, *(f"model.path: {model.path / model.experts[0]}: {fault}" for fault in error.faults)]
+    faults += [f"model.path: {fault}" for fault in weight_file_faults(model.path / model.experts[0], transformer)]
     try:
         inject_lora(
             transformer, rank=settings.lora_rank, alpha=settings.lora_alpha, targets=settings.lora_targets, seed=0

@@ -10,13 +10,16 @@ from pathlib import Path
 
 GIB = 2**30
 _MIN_FREE_DISK = 1 * GIB
+_FOLDERS = ("checkpoints", "videos", "adapter", "tensorboard", "logs")
+_FILES = ("metrics.jsonl", "summary.json", "progress.json", "config.yaml", "reward.png", ".rendezvous", ".lock")
 
 
 def output_faults(folder: Path, *, resume: bool) -> list[str]:
     """Faults of the output folder: not writable (a file is really written), nearly full, or holding another run."""
-    if folder.absolute() == Path(folder.absolute().anchor):
+    resolved = Path(os.path.realpath(folder))
+    if resolved == Path(resolved.anchor):
         return [f"output_dir: {folder}: is the root of the file system; choose another folder with --output-dir"]
-    faults = _write_faults(folder)
+    faults = _write_faults(folder) or _kind_faults(folder)
     if faults:
         return faults
     free = shutil.disk_usage(_nearest_existing(folder)).free
@@ -48,6 +51,17 @@ def _write_faults(folder: Path) -> list[str]:
             with contextlib.suppress(OSError):  # never made, or somebody else put something there
                 path.rmdir()
     return []
+
+
+def _kind_faults(folder: Path) -> list[str]:
+    """What lies where the run will write something of another kind."""
+    in_the_way = [name for name in _FOLDERS if (folder / name).exists() and not (folder / name).is_dir()]
+    in_the_way += [name for name in _FILES if (folder / name).is_dir()]
+    if (folder / "model_index.json").exists():
+        in_the_way.append("model_index.json")
+    return [
+        f"output_dir: {folder}: {name} is in the way; choose another folder with --output-dir" for name in in_the_way
+    ]
 
 
 def _holds(path: Path) -> bool:

@@ -54,7 +54,7 @@ def _reward_folder_fault(path: Path, *, is_model: bool) -> str | None:
         return "holds no config.json; give a CLIP folder"
     try:
         kind = json.loads((path / "config.json").read_text()).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         return f"config.json is not readable ({error}); fetch the model again"
     if kind != "clip":
         return f"is a model of type {kind!r}; pickscore is a CLIP model (model_type clip)"
@@ -72,8 +72,11 @@ def _processor_fault(path: Path) -> str | None:
     from transformers import CLIPProcessor  # slow to import
 
     try:
-        CLIPProcessor.from_pretrained(path, local_files_only=True)
+        processor = CLIPProcessor.from_pretrained(path, local_files_only=True)
+        words = [tuple(processor.tokenizer(text)["input_ids"]) for text in ("red", "der")]
     except Exception as error:  # JSON, missing vocabulary, odd classes: the library raises whatever it met
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"does not load as a CLIP processor ({reason}); fetch it again"
+    if words[0] == words[1]:  # transformers makes an empty vocabulary where the files are missing
+        return "its tokenizer cannot tell texts apart: the vocabulary (tokenizer.json) is missing; fetch it again"
     return None

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 MODEL_INDEX = "model_index.json"
+_LONGEST_NAME = 255
 _COMPONENTS = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
 _CONFIG_FILES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
 # What diffusers assumes for keys that a component's configuration leaves out.
@@ -159,7 +160,7 @@ def _read_json(path: Path, faults: list[str]) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         faults.append(f"{path}: is not readable JSON ({error}); fetch the file again")
         return None
     if not isinstance(value, dict):
@@ -195,8 +196,14 @@ def _check_weights(folder: Path, faults: list[str]) -> None:
     if not weights and not any(folder.glob("*.bin")):
         faults.append(f"{folder}: holds no weights (*.safetensors); fetch the component again")
     for index_file in sorted(folder.glob("*.safetensors.index.json")):
-        index = _read_json(index_file, faults) or {}
-        shards = sorted({str(shard) for shard in index.get("weight_map", {}).values()})
+        index = _read_json(index_file, faults)
+        if index is None:
+            continue
+        weight_map = index.get("weight_map")
+        shards = sorted({str(shard) for shard in weight_map.values()}) if isinstance(weight_map, dict) else []
+        if not shards or any(Path(shard).name != shard or len(shard) > _LONGEST_NAME for shard in shards):
+            faults.append(f"{index_file}: its weight_map names no files of this folder; fetch the file again")
+            continue
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
             faults.append(
@@ -220,6 +227,12 @@ def _identify(
 ) -> ModelFolder | None:
     """The family that experts and channels give; contradictions with the rest of the folder are added to ``faults``."""
     experts = tuple(name for name in ("transformer", "transformer_2") if _names_component(index, name))
+    sizes = {**_HEADS_OF_DIFFUSERS, **_CHANNELS_OF_DIFFUSERS}
+    wrong = {key: transformer[key] for key in sizes if key in transformer and not _is_count(transformer[key])}
+    if wrong:
+        told = ", ".join(f"{key} is {value!r}" for key, value in wrong.items())
+        faults.append(f"{path / 'transformer' / 'config.json'}: {told}: not a positive whole number; fetch it again")
+        return None
     channels = tuple(transformer.get(key, default) for key, default in _CHANNELS_OF_DIFFUSERS.items())
     expand = index.get("expand_timesteps", False)
     where = path / MODEL_INDEX
@@ -247,6 +260,10 @@ def _identify(
         transformer=transformer,
         vae=vae,
     )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _contradictions(path: Path, index: Mapping[str, Any], vae: Mapping[str, Any], *, family: WanFamily) -> list[str]:

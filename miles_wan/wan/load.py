@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import WanTransformer3DModel
-from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
+from transformers import UMT5Config, UMT5EncoderModel
 
 from miles_wan.errors import InputError
 
@@ -45,9 +46,18 @@ def load_transformer(model_path: Path, *, dtype: str, subfolder: str = "transfor
 
 def meta_transformer(config: Mapping[str, Any], *, dtype: str = "fp32") -> WanTransformer3DModel:
     """A transformer of this configuration on the meta device: names, shapes and types as ``load_transformer`` gives
-    them, no memory."""
-    with torch.device("meta"):
-        transformer = WanTransformer3DModel.from_config({k: v for k, v in config.items() if not k.startswith("_")})
+    them, no memory.
+
+    Raises:
+        InputError: values that make no transformer.
+    """
+    try:
+        with torch.device("meta"):
+            transformer = WanTransformer3DModel.from_config({k: v for k, v in config.items() if not k.startswith("_")})
+    except Exception as error:  # whatever diffusers meets in values it does not check
+        raise InputError(
+            [f"config.json describes no Wan transformer ({_first_line(error)}); fetch it again"]
+        ) from error
     stay = WanTransformer3DModel._keep_in_fp32_modules
     for name, parameter in transformer.named_parameters():
         if not any(part in name.split(".") for part in stay):
@@ -55,18 +65,60 @@ def meta_transformer(config: Mapping[str, Any], *, dtype: str = "fp32") -> WanTr
     return transformer
 
 
-def weight_file_faults(folder: Path, transformer: WanTransformer3DModel) -> list[str]:
-    """Compare the headers of a component's weight files with the names and shapes of ``transformer``; reads no weights.
-    Files in another layout than safetensors are left to the loader."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    shards = (
-        set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SAFETENSORS_WEIGHTS_NAME}
-    )
+def other_weight_faults(model_path: Path) -> list[str]:
+    """As ``weight_file_faults`` for the VAE and the text encoder, which only the engine loads: it logs missing VAE weights
+    and goes on."""
+    faults = []
+    for name, build, file in (
+        ("vae", _meta_vae, SAFETENSORS_WEIGHTS_NAME),
+        ("text_encoder", _meta_text_encoder, "model.safetensors"),
+    ):
+        folder = model_path / name
+        try:
+            with torch.device("meta"):
+                component = build(folder)
+        except Exception as error:
+            faults.append(f"{folder}: config.json describes no {name} ({_first_line(error)}); fetch it again")
+        else:
+            # Files of the text encoder may hold one of two tied tensors, and more than the encoder.
+            faults += weight_file_faults(folder, component, file=file, exact=name == "vae")
+    return faults
+
+
+def _meta_vae(folder: Path) -> torch.nn.Module:
+    return AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(folder, local_files_only=True))
+
+
+def _meta_text_encoder(folder: Path) -> torch.nn.Module:
+    return UMT5EncoderModel(UMT5Config.from_pretrained(folder, local_files_only=True))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def weight_file_faults(
+    folder: Path, module: torch.nn.Module, *, file: str = SAFETENSORS_WEIGHTS_NAME, exact: bool = True
+) -> list[str]:
+    """Compare the headers of a component's weight files with the names and shapes of ``module``; reads no weights.
+    Files in another layout than safetensors are left to the loader.
+
+    Args:
+        file: name of the weight file; an index beside it names shards instead.
+        exact: whether more tensors than those of ``module`` are a fault, and each of two tied ones must be there.
+    """
+    index = folder / f"{file}.index.json"
+    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {file}
     files = [folder / str(shard) for shard in sorted(shards)]
-    if not all(file.is_file() for file in files):
+    if not all(path.is_file() for path in files):
         return []
-    stored = {name: shape for file in files for name, shape in stored_shapes(file).items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in transformer.state_dict().items()}
+    stored = {name: shape for path in files for name, shape in stored_shapes(path).items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    if not exact:
+        tied = getattr(module, "_tied_weights_keys", None) or {}
+        spare = {*tied, *(tied.values() if isinstance(tied, dict) else ())}
+        wanted = {name: shape for name, shape in wanted.items() if name in stored or name not in spare}
+        stored = {name: shape for name, shape in stored.items() if name in wanted}
     found = {
         "missing": sorted(wanted.keys() - stored.keys()),
         "unexpected": sorted(stored.keys() - wanted.keys()),

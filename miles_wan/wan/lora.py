@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ def inject_lora(
     to a sharded model silently keep their gradients local."""
     transformer.requires_grad_(False)
     config = lora_config(transformer, rank=rank, alpha=alpha, targets=targets)
-    with torch.random.fork_rng(devices=[]):
+    # peft makes its layers on the CPU first, whatever the device of the model: on the meta device that would cost memory.
+    meta = torch.device("meta") if next(transformer.parameters()).is_meta else nullcontext()
+    with torch.random.fork_rng(devices=[]), meta:
         torch.manual_seed(seed)
         transformer.add_adapter(config, adapter_name=ADAPTER)
     for _, parameter in trainable_parameters(transformer):
@@ -149,7 +152,7 @@ def adapter_faults(transformer: WanTransformer3DModel, path: Path, *, alpha: int
         return [f"model.init_adapter: {path}: holds no adapter; give a folder with {WEIGHTS_NAME}, or the file"]
     try:
         stored = {name.removeprefix(PREFIX): shape for name, shape in stored_shapes(file).items()}
-        stored_alpha = _stored_alpha(file)
+        metadata = _metadata(file)
     except Exception as error:  # safetensors, JSON, the file system: each has errors of its own
         return [f"model.init_adapter: {file} is not a readable adapter in safetensors format ({error})"]
     own = {name: tuple(parameter.shape) for name, parameter in trainable_parameters(transformer)}
@@ -168,6 +171,11 @@ def adapter_faults(transformer: WanTransformer3DModel, path: Path, *, alpha: int
             if name in stored and stored[name] != shape
         ]
     )
+    stored_alpha = metadata.get("lora_alpha")
+    if metadata.get("rank_pattern") or metadata.get("alpha_pattern"):
+        faults.append(
+            f"model.init_adapter: {file} has ranks or alphas of its own for some layers; only one for all can be kept"
+        )
     if stored_alpha is not None and stored_alpha != alpha:
         faults.append(
             f"model.init_adapter: {file} was trained with alpha {stored_alpha}, model.lora_alpha is {alpha}; make them equal"
@@ -181,7 +189,8 @@ def _first(faults: list[str], limit: int = 5) -> list[str]:
     return [*faults[:limit], f"model.init_adapter: ... and {rest} more of this kind"] if rest > 0 else faults
 
 
-def _stored_alpha(file: Path) -> Any:
+def _metadata(file: Path) -> dict[str, Any]:
+    """The adapter's configuration, as diffusers stores it beside the tensors; empty without one."""
     with safe_open(file, "pt") as handle:
         metadata = json.loads((handle.metadata() or {}).get(METADATA_KEY, "{}"))
-    return metadata.get(f"{PREFIX}lora_alpha", metadata.get("lora_alpha"))
+    return {key.removeprefix(PREFIX): value for key, value in metadata.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,7 @@ def test_an_empty_file(file: Path, content: str) -> None:
         ({"input": "a", "metadata": {"image_path": 7}}, "image_path is a number"),
         ({"input": "a", "metadata": {"image_path": ""}}, "image_path is empty"),
         ({"input": "a", "negative_prompt": 1}, "negative_prompt is a number"),
+        ('{"input": "a", "input": "b"}', "the key 'input' comes twice"),
         ({"input": "a\0b"}, "input holds a NUL character"),
         ('{"input": "a\\ud800"}', "input holds half of a surrogate pair at character 1"),
         ('{"input": "a", "negative_prompt": "\\udc00"}', "negative_prompt holds half of a surrogate pair"),
@@ -203,6 +205,17 @@ def test_text_that_is_not_utf_8(file: Path) -> None:
 def test_an_image_that_is_no_image(file: Path) -> None:
     (file.parent / "x.png").write_text("hello")
     assert "is not an image" in only_fault(write(file, {"input": "a", "metadata": {"image_path": "x.png"}}))
+
+
+def test_an_image_of_16_bits_would_turn_white(file: Path) -> None:
+    Image.fromarray(np.full((8, 8), 30000, dtype=np.uint16)).save(file.parent / "deep.png")
+    write(file, {"input": "a", "metadata": {"image_path": "deep.png"}})
+    assert "more than 8 bits a channel" in only_fault(file)
+
+
+def test_a_named_pipe_as_data_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "is no regular file" in only_fault(tmp_path / "pipe")
 
 
 def test_a_folder_as_image(file: Path) -> None:

@@ -16,6 +16,8 @@ from miles_wan.errors import EngineError
 from miles_wan.rollout.sglang.messages import Answer, SampleQuery, parse_answer, request_body
 
 _ATTEMPTS = 5
+_DEAD = "restart the server"  # what SGLang says once a worker has ended
+_HEALTH_ATTEMPTS = 5
 GENERATE_PATH = "/rollout/generate"
 
 
@@ -113,11 +115,28 @@ class SGLangClient:
             if (failure := self._failure()) is not None:
                 raise EngineError(failure) from error
             raise _Retry(repr(error)) from error
-        if response.status_code >= 500 and "restart the server" in response.text:
-            raise EngineError(f"a worker of the engine at {self._url} died: {reason(response)}")
+        if response.status_code >= 500 and await self._has_dead_worker(response):
+            raise EngineError(
+                f"a worker of the engine at {self._url} died: {reason(response)}; --resume latest continues the run"
+            )
         if response.status_code == 503:
             raise _Retry("HTTP 503, still warming up")
         return response
+
+    async def _has_dead_worker(self, response: httpx.Response) -> bool:
+        """The request that was under way answers with an error of its own; the engine's health says why, a moment later."""
+        if _DEAD in response.text:
+            return True
+        if response.status_code == 503:
+            return False
+        for _ in range(_HEALTH_ATTEMPTS):
+            try:
+                if _DEAD in (await self._http.get("/health", timeout=5.0)).text:
+                    return True
+            except httpx.TransportError:
+                return True
+            await asyncio.sleep(0.2)
+        return False
 
     def _use_running_loop(self) -> None:
         """Connections and locks belong to one event loop; a caller that runs another gets new ones."""
