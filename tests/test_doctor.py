@@ -16,8 +16,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from miles_wan import doctor
-from miles_wan.cluster.checkpoints import CheckpointStore
-from miles_wan.cluster.resume import remembered
 from miles_wan.config import Config
 from miles_wan.doctor import machine, rewards
 from miles_wan.errors import InputError
@@ -285,11 +283,6 @@ def test_an_index_that_names_no_files_of_its_folder(tree: dict[str, Any], tmp_pa
     assert "names no files of this folder" in only_fault(tree)
 
 
-def test_more_reward_workers_than_a_device_holds(tree: dict[str, Any]) -> None:
-    tree["reward"]["num_workers"] = 31
-    assert "reward.num_workers = 31" in only_fault(tree)
-
-
 # --- mesh
 
 
@@ -432,26 +425,6 @@ def test_a_users_reward_must_be_importable(
     check(tree)
     tree["reward"]["functions"] = [{"name": "mine_for_doctor:bad"}]
     assert "has no 'bad'" in only_fault(tree)
-
-
-# --- resume
-
-
-def test_a_resumed_run_keeps_its_settings(tree: dict[str, Any]) -> None:
-    config, report = Config.model_validate(tree), check(tree)
-    assert report.eval is not None
-    weights = report.model.path / "transformer"
-    settings = remembered(config, report.train.records, report.eval.records, weights=weights)
-    content = {"run": {"finished": 1}, "clock": {}, "settings": settings}
-    CheckpointStore(Path(tree["output_dir"]) / "checkpoints", keep_last=1).save(1, content, lambda _: None)
-    tree["resume"] = "latest"
-    check(tree)
-    tree["seed"] = 7
-    assert only_fault(tree).startswith("--resume: seed is 7, the run was started with 0")
-    (Path(tree["output_dir"]) / "checkpoints" / "rollout_000001" / "state.json").write_text("{")
-    assert "cannot be read" in only_fault(tree)
-    (Path(tree["output_dir"]) / "checkpoints" / "rollout_000001" / "state.json").unlink()
-    assert "lacks its state.json" in only_fault(tree)
 
 
 # --- devices

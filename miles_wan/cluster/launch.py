@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import psutil
 import tyro
@@ -32,6 +32,10 @@ from miles_wan.configuration import all_fields, dump_config, read_config, recipe
 from miles_wan.errors import InputError, MilesWanError
 from miles_wan.tracking.failures import show_failure
 from miles_wan.tracking.follow import follow_progress
+
+if TYPE_CHECKING:
+    from miles_wan.data import Dataset
+    from miles_wan.wan.family import ModelFolder
 
 logger = logging.getLogger(__name__)
 
@@ -152,10 +156,22 @@ def _overrides(flags: Flags) -> Mapping[str, Any]:
 def check(config: Config) -> None:
     """All that can be known before anything starts. Raises InputError with every fault."""
     from miles_wan import doctor  # slow to import, and not needed for --help
+    from miles_wan.cluster.placement import plan_layout
+    from miles_wan.cluster.resume import saved_faults
 
     faults = check_environment()
     try:
-        doctor.check(config)
+        plan_layout(config)
+    except InputError as error:
+        faults += error.faults
+
+    def further(model: ModelFolder, train: Dataset, evaluation: Dataset | None) -> list[str]:
+        if config.resume is None:
+            return []
+        return saved_faults(config, train.records, evaluation.records if evaluation else (), model_path=model.path)
+
+    try:
+        doctor.check(config, further)
     except InputError as error:
         faults += error.faults
     if faults:

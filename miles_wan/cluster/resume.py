@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miles_wan.cluster.checkpoints import CheckpointStore
 from miles_wan.config import Config
 from miles_wan.controller import RunState
+from miles_wan.errors import CheckpointError
 from miles_wan.records import PromptRecord
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
@@ -77,6 +79,24 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def saved_faults(
+    config: Config, train: Sequence[PromptRecord], validation: Sequence[PromptRecord], *, model_path: Path
+) -> list[str]:
+    """Why the newest checkpoint in the output folder cannot be continued; nothing where there is none."""
+    store = CheckpointStore(Path(config.output_dir) / "checkpoints", keep_last=config.checkpoint.keep_last)
+    try:
+        found = store.latest()
+    except CheckpointError as error:
+        return [str(error)]
+    if found is None:
+        return [
+            f"--resume: {path} lacks its state.json and there is no whole checkpoint; remove it to start from the beginning"
+            for path in store.damaged()
+        ]
+    now = remembered(config, train, validation[: config.eval.max_records], weights=model_path / "transformer")
+    return resume_faults(found[1], now)
+
+
 def resume_faults(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Why a run with the settings ``now`` is not the continuation of the run that saved ``state``.
 
@@ -119,7 +139,10 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, finished: 
             f"{before['training.dp_size']} ranks; give at most that many"
         )
     if saved["weights"] != now["weights"]:
-        faults.append("--resume: the transformer's weights in model.path are not those the run was started with")
+        faults.append(
+            f"--resume: the transformer's weights in model.path = {now['config']['model']['path']} are not those the run was "
+            "started with; give the same checkpoint"
+        )
     if saved["train"] != now["train"]:
         faults.append("--resume: the records of data.train are not those the run was started with; give the same file")
     was_on, is_on = before["eval.interval"] > 0, after["eval.interval"] > 0
@@ -153,9 +176,4 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _is_free(key: str) -> bool:
-    parts = key.split(".")
-    return any(_starts(parts, rule.split(".")) for rule in FREE)
-
-
-def _starts(parts: Sequence[str], rule: Sequence[str]) -> bool:
-    return len(parts) >= len(rule) and all(part in (own, "*") for own, part in zip(parts, rule, strict=False))
+    return any(key == rule or key.startswith(f"{rule}.") for rule in FREE)

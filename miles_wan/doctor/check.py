@@ -6,11 +6,10 @@ weights and leaves no trace on disk.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_wan.cluster.checkpoints import CheckpointStore
-from miles_wan.cluster.resume import remembered, resume_faults
 from miles_wan.config import Config
 from miles_wan.configuration import check_config
 from miles_wan.data import Dataset, crop_report, load_records
@@ -18,10 +17,12 @@ from miles_wan.doctor.machine import memory_warnings, training_memory
 from miles_wan.doctor.model import family_faults, find_model, size_warnings, transformer_faults
 from miles_wan.doctor.output import output_faults
 from miles_wan.doctor.rewards import reward_faults
-from miles_wan.errors import CheckpointError, InputError
+from miles_wan.errors import InputError
 from miles_wan.wan.family import ModelFolder
 
 logger = logging.getLogger(__name__)
+
+Further = Callable[[ModelFolder, Dataset, Dataset | None], list[str]]
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,14 @@ class Report:
     warnings: tuple[str, ...]
 
 
-def check(config: Config) -> Report:
+def check(config: Config, further: Further | None = None) -> Report:
     """Check everything that can be known before a process or a device is taken.
 
     A hub id of the main model is fetched here (its files are needed for the check); those of rewards are not looked up
     on the network. Warnings are logged.
+
+    Args:
+        further: the caller's own faults of what was read, told with the others.
 
     Raises:
         InputError: with all faults, each naming value, place and remedy.
@@ -54,12 +58,11 @@ def check(config: Config) -> Report:
     device_bytes = training_memory(config, faults, warnings)
     if model is not None and len(model.experts) == 1:
         faults += transformer_faults(model, config, device_bytes)
-    faults += _layout_faults(config)
     for function in config.reward.functions:
         faults += reward_faults(function)
     faults += output_faults(Path(config.output_dir), resume=config.resume is not None)
-    if config.resume is not None and train is not None and model is not None:
-        faults += _resume_faults(config, model, train, evaluation)
+    if further is not None and train is not None and model is not None:
+        faults += further(model, train, evaluation)
     if faults or model is None or train is None:
         raise InputError(list(dict.fromkeys(faults)))
     warnings += memory_warnings(config, model.family)
@@ -77,31 +80,6 @@ def _dataset(path: str | None, field: str, faults: list[str]) -> Dataset | None:
     except InputError as error:
         faults += [f"{field}: {fault}" for fault in error.faults]
         return None
-
-
-def _layout_faults(config: Config) -> list[str]:
-    from miles_wan.cluster.placement import plan_layout  # imports Ray
-
-    try:
-        plan_layout(config)
-    except InputError as error:
-        return list(error.faults)
-    return []
-
-
-def _resume_faults(config: Config, model: ModelFolder, train: Dataset, evaluation: Dataset | None) -> list[str]:
-    store = CheckpointStore(Path(config.output_dir) / "checkpoints", keep_last=config.checkpoint.keep_last)
-    try:
-        found = store.latest()
-    except CheckpointError as error:
-        return [str(error)]
-    if found is None:
-        return [
-            f"--resume: {path} lacks its state.json and there is no whole checkpoint; remove it to start from the beginning"
-            for path in store.damaged()
-        ]
-    validated = evaluation.records[: config.eval.max_records] if evaluation is not None else ()
-    return resume_faults(found[1], remembered(config, train.records, validated, weights=model.path / model.experts[0]))
 
 
 def _overlap_warnings(train: Dataset, evaluation: Dataset) -> list[str]:

@@ -154,9 +154,15 @@ def adapter_faults(transformer: WanTransformer3DModel, path: Path, *, alpha: int
         stored = {name.removeprefix(PREFIX): shape for name, shape in stored_shapes(file).items()}
         metadata = _metadata(file)
     except Exception as error:  # safetensors, JSON, the file system: each has errors of its own
-        return [f"model.init_adapter: {file} is not a readable adapter in safetensors format ({error})"]
+        return [f"model.init_adapter: {file} is not a readable adapter in safetensors format ({error}); save it again"]
     own = {name: tuple(parameter.shape) for name, parameter in trainable_parameters(transformer)}
-    faults = _first([f"model.init_adapter: {file} lacks {name}" for name in own if name not in stored])
+    faults = _first(
+        [
+            f"model.init_adapter: {file} lacks {name}; set model.lora_targets as it was trained"
+            for name in own
+            if name not in stored
+        ]
+    )
     faults += _first(
         [
             f"model.init_adapter: {file} has {name}, which model.lora_targets leaves out"
@@ -174,7 +180,7 @@ def adapter_faults(transformer: WanTransformer3DModel, path: Path, *, alpha: int
     stored_alpha = metadata.get("lora_alpha")
     if metadata.get("rank_pattern") or metadata.get("alpha_pattern"):
         faults.append(
-            f"model.init_adapter: {file} has ranks or alphas of its own for some layers; only one for all can be kept"
+            f"model.init_adapter: {file} has ranks or alphas of its own for some layers; train one with a single rank and alpha"
         )
     if stored_alpha is not None and stored_alpha != alpha:
         faults.append(

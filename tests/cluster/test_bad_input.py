@@ -11,6 +11,9 @@ import pytest
 
 from miles_wan import cli
 from miles_wan.cluster import launch as launcher
+from miles_wan.cluster.checkpoints import CheckpointStore
+from miles_wan.cluster.resume import remembered
+from miles_wan.data import load_records
 from miles_wan.tiny import TinyPaths
 
 
@@ -226,3 +229,23 @@ def test_doctor_takes_the_flags_of_the_launcher_and_starts_nothing(
     printed = capsys.readouterr()
     assert "everything is in order" in printed.out + printed.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_more_reward_workers_than_a_device_holds(refused) -> None:
+    assert "reward.num_workers = 31" in refused({"--reward.num-workers": "31", "--num-gpus": "1"})
+
+
+def test_a_resumed_run_keeps_its_settings(refused, tiny_paths: TinyPaths, tmp_path: Path) -> None:
+    flags = {**faultless(tiny_paths, tmp_path), "--resume": "latest"}
+    config = launcher.read_flags([token for item in flags.items() for token in item])
+    train, evaluation = (load_records(path).records for path in (tiny_paths.train_jsonl, tiny_paths.eval_jsonl))
+    settings = remembered(config, train, evaluation, weights=tiny_paths.model / "transformer")
+    content = {"run": {"finished": 1}, "clock": {}, "settings": settings}
+    CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=1).save(1, content, lambda _: None)
+    launcher.check(config)
+    assert "--resume: seed is 7, the run was started with 0" in refused({"--resume": "latest", "--seed": "7"})
+    state = tmp_path / "run" / "checkpoints" / "rollout_000001" / "state.json"
+    state.write_text("{")
+    assert "cannot be read" in refused({"--resume": "latest"})
+    state.unlink()
+    assert "lacks its state.json" in refused({"--resume": "latest"})
