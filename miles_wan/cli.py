@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from miles_wan.errors import MilesWanError
+from miles_wan.errors import MilesWanError, first_line
 from miles_wan.tracking.failures import show_failure
 from miles_wan.tracking.logs import configure_logging, console
 
@@ -34,9 +34,8 @@ def train(config: Path) -> None:
     try:
         run(settings)
     except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise MilesWanError(
-            f"a worker process of the run ended ({reason}); --resume latest continues the run"
+            f"a worker process of the run ended ({first_line(error)}); --resume latest continues the run"
         ) from error
 
 

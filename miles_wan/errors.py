@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, for the middle of a message: its first line, or its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class MilesWanError(Exception):
     """Base of all errors this project raises on purpose."""
 

@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import is_offline_mode
 
 from miles_wan.config import RewardFunction
-from miles_wan.errors import InputError
+from miles_wan.errors import InputError, first_line
 from miles_wan.rewards.registry import BUILT_IN, user_function
 from miles_wan.wan.family import looks_like_hub_id, weight_file_fault
 
@@ -75,8 +75,7 @@ def _processor_fault(path: Path) -> str | None:
         processor = CLIPProcessor.from_pretrained(path, local_files_only=True)
         words = [tuple(processor.tokenizer(text)["input_ids"]) for text in ("red", "der")]
     except Exception as error:  # JSON, missing vocabulary, odd classes: the library raises whatever it met
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"does not load as a CLIP processor ({reason}); fetch it again"
+        return f"does not load as a CLIP processor ({first_line(error)}); fetch it again"
     if words[0] == words[1]:  # transformers makes an empty vocabulary where the files are missing
         return "its tokenizer cannot tell texts apart: the vocabulary (tokenizer.json) is missing; fetch it again"
     return None

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from transformers import CLIPModel, CLIPProcessor
 
 from miles_wan.config import RewardFunction
-from miles_wan.errors import InputError
+from miles_wan.errors import InputError, first_line
 from miles_wan.records import RewardInput
 from miles_wan.rewards.frames import check_frames, uniform_frames
 
@@ -90,8 +90,7 @@ def _load(kind: Any, source: str, *, what: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(os.path.expanduser(source), **options)
     except Exception as error:  # the libraries below raise errors of their own: hub, JSON, safetensors, disk
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError([_fault(source, what, f"does not load ({reason})")]) from error
+        raise InputError([_fault(source, what, f"does not load ({first_line(error)})")]) from error
 
 
 def _fault(source: str, what: str, fault: str) -> str:

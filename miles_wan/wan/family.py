@@ -17,7 +17,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
-from miles_wan.errors import InputError
+from miles_wan.errors import InputError, first_line
 from miles_wan.wan.facts import FAMILIES, WanFamily, family_named, legal_frames, legal_size
 
 __all__ = [
@@ -121,9 +121,8 @@ def looks_like_hub_id(path_or_id: str | Path) -> bool:
 
 
 def _hub_fault(model_id: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
-        f"model.path: {model_id}: no such folder, and the model hub did not give it as a hub id ({reason}); "
+        f"model.path: {model_id}: no such folder, and the model hub did not give it as a hub id ({first_line(error)}); "
         f"give an existing folder, or check the name, the network and HF_HUB_OFFLINE"
     )
 

@@ -13,7 +13,7 @@ from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 from transformers import UMT5Config, UMT5EncoderModel
 
-from miles_wan.errors import InputError
+from miles_wan.errors import InputError, first_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -55,9 +55,7 @@ def meta_transformer(config: Mapping[str, Any], *, dtype: str = "fp32") -> WanTr
         with torch.device("meta"):
             transformer = WanTransformer3DModel.from_config({k: v for k, v in config.items() if not k.startswith("_")})
     except Exception as error:  # whatever diffusers meets in values it does not check
-        raise InputError(
-            [f"config.json describes no Wan transformer ({_first_line(error)}); fetch it again"]
-        ) from error
+        raise InputError([f"config.json describes no Wan transformer ({first_line(error)}); fetch it again"]) from error
     stay = WanTransformer3DModel._keep_in_fp32_modules
     for name, parameter in transformer.named_parameters():
         if not any(part in name.split(".") for part in stay):
@@ -78,7 +76,7 @@ def other_weight_faults(model_path: Path) -> list[str]:
             with torch.device("meta"):
                 component = build(folder)
         except Exception as error:
-            faults.append(f"{folder}: config.json describes no {name} ({_first_line(error)}); fetch it again")
+            faults.append(f"{folder}: config.json describes no {name} ({first_line(error)}); fetch it again")
         else:
             # Files of the text encoder may hold one of two tied tensors, and more than the encoder.
             faults += weight_file_faults(folder, component, file=file, exact=name == "vae")
@@ -91,10 +89,6 @@ def _meta_vae(folder: Path) -> torch.nn.Module:
 
 def _meta_text_encoder(folder: Path) -> torch.nn.Module:
     return UMT5EncoderModel(UMT5Config.from_pretrained(folder, local_files_only=True))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def weight_file_faults(
