@@ -37,7 +37,8 @@ class PromptRecord:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How a video is sampled. ``kind`` is a transition of ``miles_wan.flow``; ``noise_level`` is eta."""
+    """How a video is sampled. ``kind`` is a transition of ``miles_wan.flow``; ``noise_level`` is eta; ``sigmas`` [N + 1]
+    is a grid given number by number, None for the closed form with ``flow_shift``."""
 
     width: int
     height: int
@@ -48,13 +49,16 @@ class SamplingSettings:
     flow_shift: float
     kind: str = "flow_sde"
     noise_level: float = 0.7
+    sigmas: tuple[float, ...] | None = None
+    cps_log_prob: str = "density"
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
     """One record, its G seeds, how to sample, which steps are stochastic (and kept), and who asks.
 
-    ``stochastic_steps`` empty means a deterministic (validation) rollout that keeps no trajectory.
+    ``stochastic_steps`` empty means a deterministic rollout; without ``keep_final`` (the last latent, for forward-process
+    training) it keeps no trajectory.
     """
 
     record: PromptRecord
@@ -64,6 +68,12 @@ class RolloutRequest:
     policy_version: int
     rollout_id: int
     group_index: int
+    keep_final: bool = False
+
+    @property
+    def keeps_trajectory(self) -> bool:
+        """Whether the trainer gets anything of this rollout."""
+        return bool(self.stochastic_steps) or self.keep_final
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,9 @@ class Trajectory:
 
     ``latents`` [K, 2, C, F, h, w] holds (x_t, x_next) of every kept step; ``steps`` [K] their indices in ``sigmas``
     [N + 1] (terminal 0 included, as the engine used them); ``log_probs`` [K] the engine's values, mean over sampled
-    elements; ``has_condition`` says that latent frame 0 was given and not sampled.
+    elements; ``has_condition`` says that latent frame 0 was given and not sampled. ``seed`` gives all its noise: of a CPU
+    generator with this seed the first draw [1, C, F, h, w] is the initial latent, then one for each kept step in order.
+    ``final_latent`` [C, F, h, w] is x0, if it was asked for.
     """
 
     latents: Float32
@@ -94,6 +106,8 @@ class Trajectory:
     log_probs: Float32
     has_condition: bool
     policy_version: int
+    seed: int
+    final_latent: Float32 | None = None
 
 
 @dataclass(frozen=True)

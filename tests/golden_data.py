@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,6 +32,12 @@ def tensor(values: Any) -> Tensor:
 def ti2v_rollout() -> dict[str, Tensor]:
     """A real rollout of the engine from the tiny transformer: 6 steps, flow_sde with eta 0.7, guidance 3, with an image."""
     return load_file(GOLDEN / "rollout_ti2v.safetensors")
+
+
+def ti2v_seed() -> int:
+    """The seed of the rollout, from the request that made it."""
+    with safe_open(GOLDEN / "rollout_ti2v.safetensors", framework="pt") as file:
+        return int(json.loads(file.metadata()["request"])["seed"])
 
 
 def padded_embeds(name: str) -> Tensor:
@@ -59,6 +66,7 @@ def ti2v_item(steps: tuple[int, ...], *, advantage: float) -> TrainItem:
             log_probs=rollout["log_probs.first_frame_masked"][list(steps)].numpy(),
             has_condition=True,
             policy_version=0,
+            seed=ti2v_seed(),
         ),
         conditioning=ti2v_conditioning(),
         advantage=advantage,

@@ -67,9 +67,10 @@ class RolloutEngine(Protocol):
         """Start, wait until ready and check the engine. Raises EngineError."""
 
     async def generate(
-        self, request: RolloutRequest, sample_index: int, *, return_conditioning: bool = False
-    ) -> RolloutOutput:
-        """The video of ``request.seeds[sample_index]``. Raises EngineError."""
+        self, request: RolloutRequest, sample_indices: Sequence[int], *, return_conditioning: bool = False
+    ) -> list[RolloutOutput]:
+        """The videos of ``request.seeds[i]`` for every i of ``sample_indices``, in that order; the first with the
+        conditioning of their record if asked. Raises EngineError."""
 
     async def apply_weights(self, push: WeightPush) -> SyncReport:
         """Replace the adapter and prove it. Raises WeightSyncError, EngineError."""

@@ -226,6 +226,7 @@ def _trajectory(
         log_probs=log_probs[list(query.steps)],
         has_condition=query.request.record.image_path is not None,
         policy_version=query.request.policy_version,
+        seed=query.seed,
     )
 
 
