@@ -87,7 +87,7 @@ def doctor() -> None:
 
 def _doctor(argv: Sequence[str]) -> None:
     from miles_wan.cluster.launch import check, find_modules_in, read_flags
-    from miles_wan.configuration import batch_equation
+    from miles_wan.combinations import batch_equation
 
     find_modules_in(Path.cwd())
     settings = read_flags(argv, prog="miles-wan doctor")

@@ -62,6 +62,10 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
+    engine: Literal["sglang", "local"] = Field(
+        "sglang",
+        description="sglang: servers with a copy of the model; local: the FSDP ranks generate with the weights they hold.",
+    )
     width: Positive = Field(1280, description="Video width in pixels.")
     height: Positive = Field(704, description="Video height in pixels.")
     num_frames: Positive = Field(121, description="Video frames, 4n + 1.")
@@ -71,13 +75,37 @@ class RolloutConfig(Section):
         5.0, ge=0, description="Classifier-free guidance; 1 or less turns it off (one forward a step)."
     )
     flow_shift: float = Field(5.0, gt=0, description="Time shift of the sigma grid.")
-    sampler: Literal["flow_sde", "cps"] = Field("flow_sde", description="Law of the stochastic steps.")
-    noise_level: float = Field(0.7, gt=0, description="eta of the stochastic steps.")
-    window_size: Positive = Field(
-        2, description="Stochastic, kept and trained steps per sample: one contiguous window."
+    sigmas: tuple[float, ...] | None = Field(
+        None,
+        description="The grid number by number, from 1 to the terminal 0, in place of flow_shift: num_inference_steps + 1 "
+        "values. local engine only.",
     )
+    sampler: Literal["flow_sde", "dance_sde", "cps", "flow_grpo_wan", "ode"] = Field(
+        "flow_sde",
+        description="Law of the stochastic steps (docs/transitions.md). dance_sde and flow_grpo_wan: local engine only; "
+        "ode: no noise, for algorithm.loss nft.",
+    )
+    noise_level: float = Field(0.7, gt=0, description="eta of the stochastic steps; flow_grpo_wan and ode have none.")
+    cps_log_prob: Literal["density", "squared_error"] = Field(
+        "density", description="cps: the true density, or minus the squared error as in Flow-CPS."
+    )
+    step_selection: Literal["window", "subset", "sliding", "all", "given"] = Field(
+        "window",
+        description="Which steps are stochastic, kept and trained: a random window, a random subset, a window that moves "
+        "with training (MixGRPO), all of window_range, or those of steps.",
+    )
+    window_size: Positive = Field(2, description="Steps per sample of a window, subset or sliding window.")
     window_range: tuple[int, int] | None = Field(
-        None, description="The window lies in steps [first, end); by default everywhere but the last step."
+        None, description="The steps lie in [first, end); by default everywhere but the last step."
+    )
+    window_interval: Positive = Field(25, description="sliding: rollouts that the window stays where it is.")
+    window_stride: Positive = Field(1, description="sliding: steps that it then moves towards the clean end.")
+    window_wrap: bool = Field(False, description="sliding: begin again after the last window instead of staying there.")
+    steps: tuple[int, ...] | None = Field(None, description="given: the step indices.")
+    samples_per_call: Positive = Field(
+        1,
+        description="Samples of one record that an engine makes together. sglang: outputs of one request, one after the "
+        "other; local: one batch, whose float noise depends on this number.",
     )
     prompts_per_rollout: Positive = Field(8, description="Records per rollout.")
     samples_per_prompt: int = Field(8, ge=2, description="Samples per record: one group.")
@@ -120,23 +148,66 @@ class RewardConfig(Section):
     dtype: Literal["bf16", "fp32"] = Field("fp32", description="Precision of the reward models.")
 
 
+class NftConfig(Section):
+    beta: float = Field(
+        1.0, gt=0, description="How far v+ and v- are from the old velocity: v+- = v_old +- beta (v - v_old)."
+    )
+    sigmas_per_sample: Positive = Field(
+        2, description="Noise levels of the rollout's grid that each video is noised to, drawn anew in each rollout."
+    )
+    reference_weight: float = Field(0.0, ge=0, description="Weight of mean (v - v_base)^2; 0 saves its forward.")
+
+
 class AlgorithmConfig(Section):
+    loss: Literal["grpo", "guard", "dppo", "nft"] = Field(
+        "grpo", description="Flow-GRPO, GRPO-Guard, Flow-DPPO or DiffusionNFT (docs/algorithms.md)."
+    )
+    combine_rewards: Literal["sum", "gdpo"] = Field(
+        "sum",
+        description="Several rewards: sum them with their weights, then normalise; or normalise each, then sum with "
+        "weights and normalise over the rollout (GDPO).",
+    )
     advantage_std: Literal["group", "global", "none"] = Field(
         "group",
         description="Divide the centred rewards by the std of the group, of the whole rollout, or not (Dr.GRPO).",
     )
+    advantage_ddof: Literal[0, 1] = Field(0, description="The std divides by n - this.")
+    advantage_eps: float = Field(1e-4, ge=0, description="Added to the std.")
+    advantage_floor: float = Field(0.0, ge=0, description="A smaller std counts as this.")
     advantage_clip: float = Field(5.0, gt=0, description="Advantages are clamped to +- this.")
     advantage_sign: Literal[1, -1] = Field(
         1, description="-1 flips every advantage: a control run that must get worse."
     )
+    best_of_n: Positive | None = Field(
+        None, description="Train on the so many best and so many worst samples of each group alone."
+    )
+    min_group_std: float | None = Field(
+        None, gt=0, description="Leave out groups whose rewards spread by less than this (std)."
+    )
     clip_range: float = Field(
         1e-3,
         gt=0,
-        description="The ratio is clipped to 1 +- this. Log-probs are means over elements, hence small values.",
+        description="grpo, guard: the ratio is clipped to 1 +- this. Log-probs are means over elements, hence small values.",
     )
-    kl_beta: float = Field(
-        0.0, ge=0, description="Weight of the KL to the reference (adapter off); 0 saves its forward."
+    clip_range_high: float | None = Field(
+        None, gt=0, description="The upper clip range where it is another one (clip-higher)."
     )
+    kl_threshold: float = Field(
+        1e-6, gt=0, description="dppo: samples that moved by more than this KL per element are not moved on."
+    )
+    step_weight: Literal["none", "noise_level"] = Field(
+        "none", description="noise_level: steps count by the std of their noise (TempFlow-GRPO)."
+    )
+    old_log_prob: Literal["engine", "recompute"] = Field(
+        "engine",
+        description="The old policy's log-probs and means: the engine's, or computed again by the trainer before the first "
+        "update, for one more forward.",
+    )
+    kl_beta: float = Field(0.0, ge=0, description="Weight of the KL to the reference; 0 saves its forward.")
+    kl_reference: Literal["base", "ema"] = Field(
+        "base", description="The reference: the frozen base (adapter off), or the average of training.ema_decay."
+    )
+    nft: NftConfig = Field(NftConfig(), description="DiffusionNFT.")
     optimizer_steps_per_rollout: Positive = Field(1, description="Optimizer steps that share one rollout.")
     max_log_prob_gap: float = Field(
         0.05,
@@ -163,6 +234,16 @@ class TrainingConfig(Section):
     dp_size: Positive = Field(1, description="FSDP2 ranks: parameters are sharded and samples split over them.")
     micro_batch_size: Positive = Field(1, description="(sample, step) pairs in one forward and backward of a rank.")
     activation_checkpointing: bool = Field(True, description="Recompute block activations in the backward pass.")
+    ema_decay: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Keep an average of the adapter: new = decay x old + (1 - decay) x adapter after each optimizer step. "
+        "Exported as adapter_ema/; the old policy of algorithm.loss nft, which generates then.",
+    )
+    ema_rise: float | None = Field(
+        None, gt=0, description="The decay of optimizer step i (from 1) is at most this x i (DiffusionNFT: 0.001)."
+    )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and its schedule.")
 
 
@@ -175,6 +256,9 @@ class EvalConfig(Section):
     )
     seed: NonNegative = Field(1234, description="Seed of the validation noise: the same for every validation and run.")
     max_records: Positive | None = Field(None, description="Use only the first so many validation records.")
+    weights: Literal["policy", "ema"] = Field(
+        "policy", description="Validate the trained adapter, or the average of training.ema_decay."
+    )
     save_videos: NonNegative = Field(4, description="Validation videos written as mp4 each time.")
 
 
@@ -213,6 +297,11 @@ class Config(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     seed: int = Field(
         0, ge=0, lt=2**63, description="Run seed: data order, noise, windows and adapter initialisation follow from it."
+    )
+    deterministic: bool = Field(
+        False,
+        description="Strict: only operations whose result is the same bit for bit in every run; one without such a form "
+        "ends the run.",
     )
     num_rollouts: Positive = Field(100, description="Length of the run.")
     output_dir: LocalPath = Field(

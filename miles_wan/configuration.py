@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from miles_wan.combinations import check_config
 from miles_wan.config import Config, RewardFunction
 from miles_wan.errors import InputError
 
-_LARGEST_DIVISOR = 4096  # a micro-batch above it is nobody's
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -79,101 +79,6 @@ def dump_config(config: Config, path: Path) -> None:
         path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
     except OSError as error:
         raise InputError([f"output_dir: {path} cannot be written ({error.strerror}); choose another folder"]) from error
-
-
-def batch_equation(config: Config) -> str:
-    """The equation that ties the batch knobs together, with this run's numbers."""
-    rollout, steps, ranks = config.rollout, config.algorithm.optimizer_steps_per_rollout, config.training.dp_size
-    total = rollout.prompts_per_rollout * rollout.samples_per_prompt
-    per_step = total // steps
-    pairs = per_step // ranks * rollout.window_size
-    return (
-        f"{rollout.prompts_per_rollout} prompts x {rollout.samples_per_prompt} samples per prompt = {total} samples = "
-        f"{per_step} samples per optimizer step x {steps} optimizer steps; a step has {per_step // ranks} samples x "
-        f"{rollout.window_size} kept steps = {pairs} pairs on each of {ranks} ranks, in "
-        f"{pairs // config.training.micro_batch_size} micro-batches of {config.training.micro_batch_size}"
-    )
-
-
-def check_config(config: Config) -> list[str]:
-    """Faults of combinations of fields; each names the fields, their values and the remedy."""
-    return [*_batch_faults(config), *_window_faults(config), *_device_faults(config), *_other_faults(config)]
-
-
-def _batch_faults(config: Config) -> list[str]:
-    rollout, steps, ranks = config.rollout, config.algorithm.optimizer_steps_per_rollout, config.training.dp_size
-    total = rollout.prompts_per_rollout * rollout.samples_per_prompt
-    named = f"rollout.prompts_per_rollout x rollout.samples_per_prompt = {total}"
-    if total % steps:
-        return [f"{named} is not divisible by algorithm.optimizer_steps_per_rollout = {steps}"]
-    if total // steps % ranks:
-        return [f"{named} / {steps} optimizer steps = {total // steps} is not divisible by training.dp_size = {ranks}"]
-    pairs, micro = total // steps // ranks * rollout.window_size, config.training.micro_batch_size
-    if pairs % micro:
-        divisors = [size for size in range(1, min(pairs, _LARGEST_DIVISOR) + 1) if pairs % size == 0]
-        return [
-            f"training.micro_batch_size = {micro} does not divide the {pairs} (sample, step) pairs of a rank and "
-            f"optimizer step; it can be {', '.join(map(str, divisors))}"
-        ]
-    return []
-
-
-def _window_faults(config: Config) -> list[str]:
-    rollout = config.rollout
-    steps = rollout.num_inference_steps
-    first, end = rollout.window_range or (0, steps - 1)
-    if not 0 <= first < end <= steps - 1:
-        return [
-            f"rollout.window_range = [{first}, {end}) must lie in steps [0, {steps - 1}): the last of the "
-            f"rollout.num_inference_steps = {steps} steps is never stochastic"
-        ]
-    if rollout.window_size > end - first:
-        return [
-            f"rollout.window_size = {rollout.window_size} does not fit into the {end - first} steps [{first}, {end}); "
-            "lower it or raise rollout.num_inference_steps"
-        ]
-    return []
-
-
-def _device_faults(config: Config) -> list[str]:
-    rollout, cluster = config.rollout, config.cluster
-    faults = []
-    engines = rollout.num_engines * rollout.tp_size * rollout.sp_size
-    if engines > cluster.num_gpus:
-        faults.append(
-            f"rollout.num_engines x tp_size x sp_size = {engines} devices, cluster.num_gpus is {cluster.num_gpus}; "
-            "lower the former or raise --num-gpus"
-        )
-    if config.training.dp_size > cluster.num_gpus:
-        faults.append(f"training.dp_size = {config.training.dp_size} is above cluster.num_gpus = {cluster.num_gpus}")
-    listed = cluster.cuda_visible_devices
-    if listed is not None and cluster.device == "cpu":
-        faults.append(f"cluster.cuda_visible_devices = {listed!r} with cluster.device = cpu; leave it out")
-    elif listed is not None and len([entry for entry in listed.split(",") if entry.strip()]) < cluster.num_gpus:
-        faults.append(
-            f"cluster.cuda_visible_devices = {listed!r} lists fewer than cluster.num_gpus = {cluster.num_gpus} devices"
-        )
-    if config.sync.transport == "cuda_ipc" and cluster.device == "cpu":
-        faults.append("sync.transport = cuda_ipc needs cluster.device = cuda; use auto")
-    return faults
-
-
-def _other_faults(config: Config) -> list[str]:
-    faults = []
-    if config.eval.interval > 0 and config.data.eval is None:
-        faults.append(
-            f"eval.interval = {config.eval.interval} needs validation records: give data.eval (--eval-data-jsonl), or set it to 0"
-        )
-    names = [function.name for function in config.reward.functions]
-    if len(set(names)) < len(names):
-        faults.append(f"reward.functions: names must differ, got {', '.join(names)}")
-    if not any(function.weight for function in config.reward.functions):
-        faults.append("reward.functions: every weight is 0, so nothing is trained; give one reward a weight")
-    if config.rollout.sampler == "cps" and config.rollout.noise_level > 1:
-        faults.append(
-            f"rollout.noise_level = {config.rollout.noise_level} with sampler cps: at most 1 (its std is sigma sin(eta pi / 2))"
-        )
-    return faults
 
 
 class _Loader(yaml.SafeLoader):

@@ -19,7 +19,7 @@ from statistics import fmean, pstdev
 from typing import Any, Protocol
 
 from miles_wan.config import Config
-from miles_wan.records import RolloutRequest, Sample, Score, TrainItem
+from miles_wan.records import RolloutRequest, Sample, Score, TrainItem, TrainSignal
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,14 @@ class Scorer(Protocol):
 class Trainer(Protocol):
     """The FSDP2 workers."""
 
-    def advantages(self, rewards: Sequence[float], group_ids: Sequence[int]) -> tuple[list[float], int]: ...
+    def signal(self, scores: Sequence[Score], group_ids: Sequence[int]) -> TrainSignal: ...
     def update(self, items: Sequence[TrainItem], *, rollout_id: int) -> dict[str, float]: ...
 
 
 class Weights(Protocol):
     """Moves the adapters into the engines and proves it."""
 
-    def push(self, policy_version: int) -> dict[str, float]: ...
+    def push(self, policy_version: int, *, weights: str) -> dict[str, float]: ...
 
 
 class Track(Protocol):
@@ -124,10 +124,13 @@ class Controller:
         self._config = config
         self._parts = parts
         self.state = state
+        self._held: tuple[int, str] | None = None
+        # DiffusionNFT's old policy, which generates, is the average of the trained one.
+        self._rollout_weights = "ema" if config.algorithm.loss == "nft" else "policy"
 
     def run(self) -> None:
         """Train to ``num_rollouts``; leaves the last evaluation and a checkpoint behind."""
-        self._push()
+        self._hold(self._rollout_weights)
         if self._config.eval.interval and not self.state.eval_first:
             self._log(self._evaluate())
         while self.state.finished < self._config.num_rollouts:
@@ -151,16 +154,20 @@ class Controller:
     def _train_one(self) -> dict[str, float]:
         """One turn of the picture: rollout, score, train, sync."""
         rollout_id = self.state.finished
+        self._hold(self._rollout_weights)
         requests = self._parts.requests.training(rollout_id, policy_version=self.state.policy_version)
         samples, scores = self._generate("rollout", requests, validation=False)
         with self._parts.track.phase("train"):
             metrics = self._rollout_metrics(requests, scores, epoch=self._parts.requests.epoch(rollout_id))
-            items, equal_groups = self._items(samples, scores)
-            metrics["rollout/equal_groups"] = equal_groups
-            metrics |= self._parts.trainer.update(items, rollout_id=rollout_id)
-        self._remember(metrics)
-        self.state.policy_version += 1
-        metrics |= self._push()
+            items, counts = self._items(samples, scores)
+            metrics |= counts
+            if items:
+                metrics |= self._parts.trainer.update(items, rollout_id=rollout_id)
+                self._remember(metrics)
+                self.state.policy_version += 1
+            else:
+                logger.warning("rollout %d: every sample was left out, nothing was trained", rollout_id)
+        metrics |= self._hold(self._rollout_weights)
         self.state.finished += 1
         return metrics
 
@@ -185,21 +192,29 @@ class Controller:
         self.state.dropped_samples += total - len(scores)
         return sorted(samples, key=lambda sample: (sample.group_index, sample.sample_index)), scores
 
-    def _items(self, samples: Sequence[Sample], scores: Mapping[tuple[int, int], Score]) -> tuple[list[TrainItem], int]:
-        rewards = [scores[sample.group_index, sample.sample_index].total for sample in samples]
-        advantages, equal_groups = self._parts.trainer.advantages(rewards, [sample.group_index for sample in samples])
+    def _items(
+        self, samples: Sequence[Sample], scores: Mapping[tuple[int, int], Score]
+    ) -> tuple[list[TrainItem], Mapping[str, float]]:
+        ordered = [scores[sample.group_index, sample.sample_index] for sample in samples]
+        signal = self._parts.trainer.signal(ordered, [sample.group_index for sample in samples])
         sign = self._config.algorithm.advantage_sign
         items = [
             TrainItem(
                 sample.trajectory, sample.conditioning, sign * advantage, sample.record.record_id, sample.sample_index
             )
-            for sample, advantage in zip(samples, advantages, strict=True)
+            for sample, advantage, kept in zip(samples, signal.advantages, signal.kept, strict=True)
+            if kept
         ]
-        return items, equal_groups
+        return items, signal.metrics
 
-    def _push(self) -> dict[str, float]:
+    def _hold(self, weights: str) -> dict[str, float]:
+        """The engines hold the present weights (``policy``, or their average ``ema``): push what they lack."""
+        wanted = (self.state.policy_version, weights)
+        if self._held == wanted:
+            return {}
         with self._parts.track.phase("sync"):
-            metrics = self._parts.weights.push(self.state.policy_version)
+            metrics = self._parts.weights.push(self.state.policy_version, weights=weights)
+        self._held = wanted
         self.state.syncs += 1
         self.state.sync_seconds += metrics["sync/seconds"]
         self.state.lora_tensors = int(metrics["sync/tensors"])
@@ -209,6 +224,7 @@ class Controller:
 
     def _evaluate(self) -> dict[str, float]:
         """Validation videos with fixed seeds and no noise under the weights that were pushed last."""
+        self._hold(self._config.eval.weights)
         requests = self._parts.requests.validation(policy_version=self.state.policy_version)
         samples, scores = self._generate("eval", requests, validation=True)
         with self._parts.track.phase("media"):
@@ -239,16 +255,23 @@ class Controller:
             "rollout/dropped_samples": sum(len(request.seeds) for request in requests) - len(scores),
             "rollout/epoch": epoch,
             "rollout/policy_version": self.state.policy_version,
-            "rollout/window_start": fmean(request.stochastic_steps[0] for request in requests),
+            **_window_start(requests),
         }
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
         state = self.state
+        if "train/log_prob_pairs" not in metrics:  # a loss without likelihood
+            return
         state.max_log_prob_gap = max(state.max_log_prob_gap, metrics["train/log_prob_gap_max"])
         state.log_prob_pairs_compared += int(metrics["train/log_prob_pairs"])
         state.max_ratio_minus_one_before_update = max(
             state.max_ratio_minus_one_before_update, metrics["train/ratio_minus_one_max_before_update"]
         )
+
+
+def _window_start(requests: Sequence[RolloutRequest]) -> dict[str, float]:
+    firsts = [request.stochastic_steps[0] for request in requests if request.stochastic_steps]
+    return {"rollout/window_start": fmean(firsts)} if firsts else {}
 
 
 def _part_means(group: str, scores: Sequence[Score]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ L text tokens, D text width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,8 @@ class Trajectory:
     ``latents`` [K, 2, C, F, h, w] holds (x_t, x_next) of every kept step; ``steps`` [K] their indices in ``sigmas``
     [N + 1] (terminal 0 included, as the engine used them); ``log_probs`` [K] the engine's values, mean over sampled
     elements; ``has_condition`` says that latent frame 0 was given and not sampled. ``seed`` gives all its noise: of a CPU
-    generator with this seed the first draw [1, C, F, h, w] is the initial latent, then one for each kept step in order.
+    generator with this seed the first draw [1, C, F, h, w] is the initial latent, then one for each stochastic step in
+    order; ``noise_draws`` [K] are the places of the kept steps among these, None if all stochastic steps are kept.
     ``final_latent`` [C, F, h, w] is x0, if it was asked for.
     """
 
@@ -108,6 +109,7 @@ class Trajectory:
     policy_version: int
     seed: int
     final_latent: Float32 | None = None
+    noise_draws: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,14 +165,26 @@ class Score:
 
 
 @dataclass(frozen=True)
+class TrainSignal:
+    """What the scores of a rollout say: ``advantages`` of all its samples, ``kept`` those that are trained on, and metrics
+    ``rollout/...`` that count what was left out."""
+
+    advantages: Sequence[float]
+    kept: Sequence[bool]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class TrainItem:
-    """One sample of a training batch: its trajectory and conditioning (values or handles) and its advantage."""
+    """One sample of a training batch: its trajectory and conditioning (values or handles), its advantage, and its
+    ``weight`` in the mean over its optimizer step: 0 for a copy that only fills a rank's batch."""
 
     trajectory: Any
     conditioning: Any
     advantage: float
     record_id: str
     sample_index: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)

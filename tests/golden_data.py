@@ -60,13 +60,14 @@ def ti2v_item(steps: tuple[int, ...], *, advantage: float) -> TrainItem:
     latents = rollout["trajectory.latents"]
     return TrainItem(
         trajectory=Trajectory(
-            latents=torch.stack([torch.stack([latents[k], latents[k + 1]]) for k in steps]).numpy(),
+            latents=torch.stack([latents[list(steps)], latents[[k + 1 for k in steps]]], dim=1).numpy(),
             steps=steps,
             sigmas=rollout["trajectory.sigmas"].numpy(),
             log_probs=rollout["log_probs.first_frame_masked"][list(steps)].numpy(),
             has_condition=True,
             policy_version=0,
             seed=ti2v_seed(),
+            noise_draws=steps,  # every step of that rollout was stochastic
         ),
         conditioning=ti2v_conditioning(),
         advantage=advantage,

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from miles_wan.combinations import batch_equation, check_config
 from miles_wan.config import Config
 from miles_wan.configuration import (
     RECIPES,
     all_fields,
-    batch_equation,
-    check_config,
     dump_config,
     load_config,
     recipe_path,

@@ -14,7 +14,7 @@ import pytest
 
 from miles_wan.config import Config
 from miles_wan.controller import Controller, Parts, RunState
-from miles_wan.records import PromptRecord, RolloutRequest, Sample, SamplingSettings, Score, TrainItem
+from miles_wan.records import PromptRecord, RolloutRequest, Sample, SamplingSettings, Score, TrainItem, TrainSignal
 
 GROUPS, SAMPLES, EVAL = 3, 2, 4
 SETTINGS = SamplingSettings(32, 32, 5, 8, 6, 1.0, 5.0)
@@ -31,6 +31,7 @@ class World:
         self.videos_of: list[tuple[int, list[Sample]]] = []
         self._submitted: dict[tuple[int, int], Score] = {}
         self._version = -1
+        self.left_out: set[int] = set()
 
     # Requests
     def training(self, rollout_id: int, *, policy_version: int) -> list[RolloutRequest]:
@@ -75,9 +76,11 @@ class World:
         return scores, 0.5
 
     # Trainer
-    def advantages(self, rewards: Sequence[float], group_ids: Sequence[int]) -> tuple[list[float], int]:
-        self.calls.append(("advantages", list(rewards), list(group_ids)))
-        return [reward + 1 for reward in rewards], 1
+    def signal(self, scores: Sequence[Score], group_ids: Sequence[int]) -> TrainSignal:
+        rewards = [score.total for score in scores]
+        self.calls.append(("signal", rewards, list(group_ids)))
+        kept = [index not in self.left_out for index in range(len(rewards))]
+        return TrainSignal([reward + 1 for reward in rewards], kept, {"rollout/equal_groups": 1.0})
 
     def update(self, items: Sequence[TrainItem], *, rollout_id: int) -> dict[str, float]:
         self.calls.append(("update", rollout_id))
@@ -89,8 +92,8 @@ class World:
         }
 
     # Weights
-    def push(self, policy_version: int) -> dict[str, float]:
-        self.calls.append(("push", policy_version))
+    def push(self, policy_version: int, *, weights: str) -> dict[str, float]:
+        self.calls.append(("push", policy_version) if weights == "policy" else ("push", policy_version, weights))
         self._version = policy_version
         return {"sync/seconds": 0.25, "sync/tensors": 40, "sync/prefixes": 20, "sync/unmapped": 0}
 
@@ -146,7 +149,7 @@ def run(world: World | None = None, *, state: RunState | None = None, **changes:
 def test_a_rollout_is_generated_scored_trained_and_pushed_in_that_order():
     world, _ = run(num_rollouts=1, eval=0, checkpoint=0)
     names = [call[0] for call in world.calls if call[0] != "phase"]
-    assert names == ["push", "requests", "begin", "generate", "collect", "advantages", "update", "push"]
+    assert names == ["push", "requests", "begin", "generate", "collect", "signal", "update", "push"]
 
 
 def test_weights_are_pushed_before_the_first_video_and_once_after_every_update():
@@ -198,7 +201,7 @@ def test_samples_reach_the_trainer_in_order_with_their_own_advantage():
         (f"r{group}", index) for group in range(GROUPS) for index in range(SAMPLES)
     ]
     rewards = [100.0, 101.0, 1.0, 1.0, 120.0, 121.0]
-    assert world.made("advantages")[1] == ("advantages", rewards, [0, 0, 1, 1, 2, 2])
+    assert world.made("signal")[1] == ("signal", rewards, [0, 0, 1, 1, 2, 2])
     assert [item.advantage for item in items] == [reward + 1 for reward in rewards]
 
 
@@ -207,7 +210,7 @@ def test_the_flipped_control_flips_every_advantage_and_nothing_else():
     flipped, _ = run(num_rollouts=1, eval=0, checkpoint=0, sign=-1)
     assert [item.advantage for item in flipped.items[0]] == [-item.advantage for item in plain.items[0]]
     assert [item.trajectory for item in flipped.items[0]] == [item.trajectory for item in plain.items[0]]
-    assert flipped.made("advantages") == plain.made("advantages")
+    assert flipped.made("signal") == plain.made("signal")
 
 
 def test_the_metrics_of_a_rollout_follow_from_its_scores():

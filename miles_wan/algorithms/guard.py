@@ -23,13 +23,14 @@ def guard_loss(
     clip_high: float,
     adv_clip: float,
     mask: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> PolicyLoss:
     """The clipped objective on a normalised ratio, balanced over the steps (GRPO-Guard, arXiv 2510.22319).
 
     The mean of log rho is minus the KL of the two policies, so that a plain ratio drifts below 1 as the policy moves,
     and its spread goes as 1 / std, so that one clip range means another thing in every step. Hence
     b = mean (mean - old_mean)^2 / (2 std^2), rho = exp((log_prob - old_log_prob + b) std), and
-    L = mean max(-A' rho, -A' clamp(rho, 1 - clip_low, 1 + clip_high)) / (-d).
+    L = mean w max(-A' rho, -A' clamp(rho, 1 - clip_low, 1 + clip_high)) / (-d).
 
     Args:
         log_prob, old_log_prob, advantages: [B]; log_prob is the true density (mean over elements).
@@ -38,6 +39,7 @@ def guard_loss(
         std: [B], of the noise actually added.
         d: [B], sigma_next - sigma, below 0.
         mask: broadcastable to [B, ...], 1 on sampled elements: b is a mean over these, for every sample by itself.
+        weight: w [B], 1 if not given.
 
     Raises:
         ValueError: a ``d`` that is not below 0.
@@ -48,4 +50,5 @@ def guard_loss(
     bias = gaussian_kl(mean, old_mean, std, mask=mask)
     ratio = torch.exp((difference + bias) * std)
     loss, outside = clipped_objective(ratio, advantages, clip_low=clip_low, clip_high=clip_high, adv_clip=adv_clip)
-    return policy_loss(loss / -d, ratio=ratio, outside=outside, difference=difference)
+    loss = loss / -d if weight is None else weight * loss / -d
+    return policy_loss(loss, ratio=ratio, outside=outside, difference=difference)

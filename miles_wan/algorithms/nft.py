@@ -38,6 +38,7 @@ def nft_loss(
     reference_weight: float = 0.0,
     min_error: float = 1e-5,
     mask: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> NftLoss:
     """Negative-aware finetuning (DiffusionNFT, arXiv 2509.16117).
 
@@ -55,6 +56,7 @@ def nft_loss(
         beta: above 0; large ones take v+ and v- further from v_old.
         reference_velocity: [B, ...] of the frozen base; needed with ``reference_weight``.
         mask: broadcastable to [B, ...], 1 on sampled elements; all means over elements are over these.
+        weight: of every sample [B], 1 if not given.
 
     Raises:
         ValueError: ``beta`` not above 0, or a ``reference_weight`` without a reference.
@@ -69,10 +71,11 @@ def nft_loss(
     probability = wide(advantages).clamp(-adv_clip, adv_clip) / (2 * adv_clip) + 0.5
     positive = _error(residual - scale * (beta * v + (1 - beta) * v_old), min_error=min_error, mask=mask)
     negative = _error(residual - scale * ((1 + beta) * v_old - beta * v), min_error=min_error, mask=mask)
-    policy = adv_clip * ((probability * positive + (1 - probability) * negative) / beta).mean()
+    count = torch.ones_like(probability) if weight is None else weight
+    policy = adv_clip * (count * (probability * positive + (1 - probability) * negative) / beta).mean()
     reference = torch.zeros_like(policy)
     if reference_velocity is not None:
-        reference = masked_mean(sampled(v - wide(reference_velocity), mask) ** 2, mask).mean()
+        reference = (count * masked_mean(sampled(v - wide(reference_velocity), mask) ** 2, mask)).mean()
     return NftLoss(
         loss=policy + reference_weight * reference,
         policy_loss=policy.detach(),

@@ -92,13 +92,13 @@ class TrainerActor:
     def update(self, steps: Sequence[Sequence[TrainItem]], rollout_id: int) -> dict[str, float]:
         return self._worker.update([_resolved(items) for items in steps], rollout_id=rollout_id)
 
-    def publish(self, policy_version: int, transport: str, consumers: int) -> WeightPush | None:
-        """Gather the adapter (every rank takes part) and put it where ``consumers`` engine workers can read it; a rank
-        with 0 consumers sends nothing."""
+    def publish(self, policy_version: int, transport: str, consumers: int, weights: str) -> WeightPush | None:
+        """Gather the adapter or its average (every rank takes part) and put it where ``consumers`` engine workers can
+        read it; a rank with 0 consumers sends nothing."""
         from miles_wan.rollout.sglang.payload import serialize_update
         from miles_wan.weight_sync.update import make_update
 
-        tensors = self._worker.adapter()
+        tensors = self._worker.adapter(weights)
         self._worker.check_ranks_agree(tensors, policy_version=policy_version)
         if consumers == 0:
             return None
@@ -135,8 +135,8 @@ class TrainerActor:
     def load_checkpoint(self, directory: str) -> None:
         self._worker.load_checkpoint(Path(directory))
 
-    def export(self, directory: str) -> None:
-        self._worker.export(Path(directory))
+    def export(self, directory: str, weights: str) -> None:
+        self._worker.export(Path(directory), weights=weights)
 
 
 @ray.remote

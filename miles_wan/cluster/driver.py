@@ -28,8 +28,8 @@ from miles_wan.cluster.placement import (
 from miles_wan.cluster.pools import EnginePool, RewardPool, TrainerGroup, WeightSync, gather
 from miles_wan.cluster.requests import RequestPlanner
 from miles_wan.cluster.resume import remembered, resume_faults
+from miles_wan.combinations import batch_equation
 from miles_wan.config import Config
-from miles_wan.configuration import batch_equation
 from miles_wan.controller import Controller, Parts, RunState
 from miles_wan.data import load_records
 from miles_wan.errors import InputError

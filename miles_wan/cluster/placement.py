@@ -38,6 +38,7 @@ def plan_layout(config: Config) -> Layout:
     """
     slots = config.cluster.num_gpus
     per_engine = config.rollout.tp_size * config.rollout.sp_size
+    engines = config.rollout.num_engines if config.rollout.engine == "sglang" else 0  # local: the ranks generate
     rewards = tuple(index % slots for index in range(config.reward.num_workers))
     room = round((1 - TRAINER_SHARE - ENGINE_SHARE) / REWARD_SHARE)
     crowded = max((rewards.count(slot) for slot in set(rewards)), default=0)
@@ -48,9 +49,7 @@ def plan_layout(config: Config) -> Layout:
     return Layout(
         slots=slots,
         trainers=tuple(range(config.training.dp_size)),
-        engines=tuple(
-            tuple(range(index * per_engine, (index + 1) * per_engine)) for index in range(config.rollout.num_engines)
-        ),
+        engines=tuple(tuple(range(index * per_engine, (index + 1) * per_engine)) for index in range(engines)),
         rewards=rewards,
     )
 

@@ -10,21 +10,19 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import ray
-import torch
 
-from miles_wan.algorithms import count_equal_groups, group_advantages
+from miles_wan.cluster.signal import train_signal
 from miles_wan.config import Config
 from miles_wan.faults import reach
-from miles_wan.records import RewardInput, RolloutRequest, Sample, Score, TrainItem, derived_seed
+from miles_wan.records import RewardInput, RolloutRequest, Sample, Score, TrainItem, TrainSignal, derived_seed
 from miles_wan.rollout.base import WeightPush
 from miles_wan.weight_sync import verify_reports
 
 logger = logging.getLogger(__name__)
-
-NORMALIZE = {"group": "group_std", "global": "global_std", "none": "none"}
 
 
 def gather(references: Sequence[Any]) -> list[Any]:
@@ -129,22 +127,16 @@ class TrainerGroup:
         self._ranks = ranks
         self._config = config
 
-    def advantages(self, rewards: Sequence[float], group_ids: Sequence[int]) -> tuple[list[float], int]:
-        """Group-relative advantages, and the number of groups whose rewards are all equal."""
-        algorithm = self._config.algorithm
-        values, groups = torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids)
-        advantages = group_advantages(
-            values, groups, normalize=NORMALIZE[algorithm.advantage_std], clip=algorithm.advantage_clip
-        )
-        return advantages.tolist(), count_equal_groups(values, groups)
+    def signal(self, scores: Sequence[Score], group_ids: Sequence[int]) -> TrainSignal:
+        """Advantages, and which samples are trained on."""
+        return train_signal(self._config, scores, group_ids)
 
     def update(self, items: Sequence[TrainItem], *, rollout_id: int) -> dict[str, float]:
-        """One rollout's optimizer steps. Samples are dealt to steps and ranks in a seeded random order."""
-        ranks, steps = len(self._ranks), self._config.algorithm.optimizer_steps_per_rollout
+        """One rollout's optimizer steps, at most one for each item."""
         shuffled = list(items)
         random.Random(derived_seed(self._config.seed, "batch", rollout_id)).shuffle(shuffled)
-        share = len(shuffled) // steps // ranks
-        dealt = [[shuffled[(step * ranks + rank) * share :][:share] for step in range(steps)] for rank in range(ranks)]
+        steps = min(self._config.algorithm.optimizer_steps_per_rollout, len(shuffled))
+        dealt = deal(shuffled, steps=steps, ranks=len(self._ranks))
         calls = [actor.update.remote(part, rollout_id) for actor, part in zip(self._ranks, dealt, strict=True)]
         return gather(calls)[0]
 
@@ -156,9 +148,29 @@ class TrainerGroup:
         """All ranks read from ``directory``."""
         gather([rank.load_checkpoint.remote(directory) for rank in self._ranks])
 
-    def export(self, directory: str) -> None:
-        """Write the adapter in diffusers format."""
-        gather([rank.export.remote(directory) for rank in self._ranks])
+    def export(self, directory: str, *, weights: str = "policy") -> None:
+        """Write the adapter, or its average (``ema``), in diffusers format."""
+        gather([rank.export.remote(directory, weights) for rank in self._ranks])
+
+
+def deal(items: Sequence[TrainItem], *, steps: int, ranks: int) -> list[list[list[TrainItem]]]:
+    """Deal ``items`` in their order to optimizer steps and ranks: [rank][step] lists.
+
+    All ranks of a step get equally many, since their forwards are collectives: copies of weight 0 fill up, and the
+    weight of the others makes up for them in the mean.
+    """
+    bounds = [round(step * len(items) / steps) for step in range(steps + 1)]
+    dealt: list[list[list[TrainItem]]] = [[] for _ in range(ranks)]
+    for start, end in pairwise(bounds):
+        own = items[start:end]
+        share = -(-len(own) // ranks)
+        missing = share * ranks - len(own)
+        if missing:
+            weighted = [replace(item, weight=share * ranks / len(own)) for item in own]
+            own = [*weighted, *[replace(own[0], weight=0.0)] * missing]
+        for rank in range(ranks):
+            dealt[rank].append(list(own[rank * share : (rank + 1) * share]))
+    return dealt
 
 
 class WeightSync:
@@ -184,15 +196,18 @@ class WeightSync:
         self._transport = transport
         self._sharing = sharing
 
-    def push(self, policy_version: int) -> dict[str, float]:
+    def push(self, policy_version: int, *, weights: str) -> dict[str, float]:
         """Publish, apply, verify, release. Returns metrics ``sync/...``.
+
+        Args:
+            weights: ``policy``, or ``ema`` for the average of the adapter.
 
         Raises:
             WeightSyncError: an engine does not provably hold what was sent.
         """
         started = time.monotonic()
         calls = [
-            rank.publish.remote(policy_version, self._transport, consumers)
+            rank.publish.remote(policy_version, self._transport, consumers, weights)
             for rank, consumers in zip(self._ranks, self._consumers(), strict=True)
         ]
         published: list[WeightPush] = [push for push in gather(calls) if push is not None]
@@ -206,8 +221,8 @@ class WeightSync:
         gather([rank.release.remote() for rank in self._ranks])
         seconds = time.monotonic() - started
         logger.info(
-            "weight sync: version %d, %d tensors, %d prefixes, 0 unmapped, %d bytes, %.2f s, %s to %d engines, verified",
-            policy_version, len(sent.digests), prefixes, sent.nbytes, seconds, self._transport, len(reports),
+            "weight sync: version %d (%s), %d tensors, %d prefixes, 0 unmapped, %d bytes, %.2f s, %s to %d engines, verified",
+            policy_version, weights, len(sent.digests), prefixes, sent.nbytes, seconds, self._transport, len(reports),
         )  # fmt: skip
         return {
             "sync/seconds": seconds,

@@ -47,16 +47,11 @@ class RequestPlanner:
                         derived_seed(seed, "noise", *identity, index) for index in range(rollout.samples_per_prompt)
                     ),
                     sampling=self._sampling(kind=rollout.sampler, steps=rollout.num_inference_steps),
-                    stochastic_steps=select_steps(
-                        "window",
-                        rollout.num_inference_steps,
-                        generator=window,
-                        size=rollout.window_size,
-                        window_range=rollout.window_range,
-                    ),
+                    stochastic_steps=self._steps(rollout_id, window),
                     policy_version=policy_version,
                     rollout_id=rollout_id,
                     group_index=group_index,
+                    keep_final=self._config.algorithm.loss == "nft",
                 )
             )
         return requests
@@ -81,6 +76,23 @@ class RequestPlanner:
         """The pass over the records that the rollout begins in, from 0."""
         return rollout_id * self._config.rollout.prompts_per_rollout // len(self._train)
 
+    def _steps(self, rollout_id: int, generator: torch.Generator) -> tuple[int, ...]:
+        rollout = self._config.rollout
+        if rollout.sampler == "ode":
+            return ()
+        return select_steps(
+            rollout.step_selection,
+            rollout.num_inference_steps,
+            generator=generator,
+            size=rollout.window_size,
+            window_range=rollout.window_range,
+            iteration=rollout_id,
+            interval=rollout.window_interval,
+            stride=rollout.window_stride,
+            wrap=rollout.window_wrap,
+            steps=rollout.steps,
+        )
+
     def _sampling(self, *, kind: str, steps: int) -> SamplingSettings:
         rollout = self._config.rollout
         return SamplingSettings(
@@ -93,6 +105,8 @@ class RequestPlanner:
             flow_shift=rollout.flow_shift,
             kind=kind,
             noise_level=rollout.noise_level,
+            sigmas=rollout.sigmas,
+            cps_log_prob=rollout.cps_log_prob,
         )
 
 

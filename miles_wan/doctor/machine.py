@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from miles_wan.combinations import pairs_per_sample
 from miles_wan.config import Config
 from miles_wan.wan.family import WanFamily
 
@@ -61,7 +62,8 @@ def memory_warnings(config: Config, family: WanFamily) -> list[str]:
     if not _SHARED_MEMORY.is_dir():
         return [f"{_SHARED_MEMORY} does not exist: samples will pass through the disk, which is slow"]
     channels, frames, height, width = family.latent_shape(rollout.num_frames, rollout.height, rollout.width)
-    kept = 4 * 2 * rollout.window_size * channels * frames * height * width
+    states = 1 if config.algorithm.loss == "nft" else 2 * pairs_per_sample(config)
+    kept = 4 * states * channels * frames * height * width
     sample = 3 * rollout.num_frames * rollout.height * rollout.width + kept
     needed = sample * rollout.prompts_per_rollout * rollout.samples_per_prompt
     free = shutil.disk_usage(_SHARED_MEMORY).free

@@ -6,16 +6,18 @@ This room imports torch alone.
 
 from miles_wan.flow.sigmas import explicit_sigmas, shift_sigma, shifted_sigmas
 from miles_wan.flow.steps import STRATEGIES, select_steps, step_range
-from miles_wan.flow.transitions import KINDS, Transition, transition
+from miles_wan.flow.transitions import KINDS, Transition, masked_mean, step_std, transition
 
 __all__ = [
     "KINDS",
     "STRATEGIES",
     "Transition",
     "explicit_sigmas",
+    "masked_mean",
     "select_steps",
     "shift_sigma",
     "shifted_sigmas",
     "step_range",
+    "step_std",
     "transition",
 ]

@@ -99,6 +99,15 @@ def transition(
     return Transition(mean, flat_std, y, masked_mean(log_density, mask))
 
 
+def step_std(kind: str, *, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: float) -> Tensor:
+    """The std [B] of the noise that a step of ``kind`` adds: it follows from the sigmas [B] alone."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown transition {kind!r}; known: {', '.join(KINDS)}")
+    state = torch.zeros(sigma.shape[0], 1, dtype=sigma.dtype, device=sigma.device)
+    s, n, top = (_per_sample(value, state) for value in (sigma, sigma_next, sigma_max))
+    return _law(kind, state, state, s=s, n=n, top=top, eta=noise_level)[1].reshape(-1)
+
+
 def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
     """Mean of ``values`` [B, ...] per sample over the elements where ``mask`` is 1."""
     if mask is None:

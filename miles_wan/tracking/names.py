@@ -26,6 +26,8 @@ class Metric:
 GROUPS: dict[str, str] = {
     "rollout": "What was generated and how it scored, each rollout.",
     "train": "The update: means are over the optimizer steps of the rollout and all ranks.",
+    "parity": "How far engine and trainer are apart about the stored steps, by step index, before any weight of the rollout "
+    "moves. No forward is spent on it: the engine's mean is the stored next state minus std times the seed's noise.",
     "sync": "Weights from the trainers into the engines, after each update.",
     "eval": "Validation: fixed seeds, no noise, before training, every `eval.interval` rollouts and at the end.",
     "time": "The driver's clock. Phases exclude each other; what overlaps them is reported apart.",
@@ -37,9 +39,13 @@ METRICS: dict[str, Metric] = {
     "rollout/reward_std": Metric("Spread of the training reward", "std over videos (ddof 0)"),
     "rollout/reward_group_std": Metric("Spread inside a group: what advantages are made of", "mean of the groups' std"),
     "rollout/reward/<part>": Metric("One reward by name, unweighted", "mean over videos"),
-    "rollout/videos": Metric("Videos that were scored and trained on", "count"),
-    "rollout/groups": Metric("Groups (records) that were trained on", "count"),
+    "rollout/videos": Metric("Videos that were scored", "count"),
+    "rollout/groups": Metric("Groups (records) that were scored", "count"),
     "rollout/equal_groups": Metric("Groups whose rewards are all equal: their advantage is 0", "count"),
+    "rollout/narrow_groups": Metric("Groups left out: they spread by less than algorithm.min_group_std", "count"),
+    "rollout/left_out_samples": Metric(
+        "Samples that are not trained on (algorithm.min_group_std, algorithm.best_of_n)", "count"
+    ),
     "rollout/dropped_samples": Metric("Videos given up after retries", "count"),
     "rollout/epoch": Metric("Pass over the training records, from 0", "index"),
     "rollout/policy_version": Metric("Version of the weights that generated the videos", "index"),
@@ -47,10 +53,20 @@ METRICS: dict[str, Metric] = {
     "train/loss": Metric("Policy loss plus weighted KL", "mean over (sample, step) pairs"),
     "train/policy_loss": Metric("Clipped policy loss", "mean over pairs"),
     "train/kl": Metric(
-        "KL to the reference (adapter off); 0 when algorithm.kl_beta is 0: it is not computed then",
+        "KL to the reference (algorithm.kl_reference); 0 when algorithm.kl_beta is 0: it is not computed then",
         "nat per element, mean",
     ),
-    "train/clip_fraction": Metric("Pairs whose ratio lies outside the clip range", "share 0..1"),
+    "train/clip_fraction": Metric(
+        "Pairs whose ratio lies outside the clip range; for dppo those held back by the trust region", "share 0..1"
+    ),
+    "train/nft_reference_loss": Metric(
+        "nft: mean square distance from the base's velocity; 0 when nft.reference_weight is 0", "mean over pairs"
+    ),
+    "train/nft_positive_loss": Metric("nft: error of the velocity v+", "mean over pairs"),
+    "train/nft_negative_loss": Metric("nft: error of the velocity v-", "mean over pairs"),
+    "train/nft_velocity_change": Metric(
+        "nft: distance of the trained velocity from that of the average, per element", "mean over pairs"
+    ),
     "train/approx_kl": Metric("Half the mean square of the log-prob change during the update", "mean over pairs"),
     "train/ratio_mean": Metric("Likelihood ratio new / old during the update", "mean over pairs"),
     "train/ratio_minus_one_max_before_update": Metric(
@@ -67,6 +83,12 @@ METRICS: dict[str, Metric] = {
     "train/grad_norm": Metric("Gradient norm before clipping", "max over optimizer steps"),
     "train/lr": Metric("Learning rate of the last optimizer step", "1"),
     "train/optimizer_steps": Metric("Optimizer steps of this rollout", "count"),
+    "parity/log_prob_gap_mean/<step>": Metric("Difference of the log-prob", "mean over pairs"),
+    "parity/log_prob_gap_max/<step>": Metric("Difference of the log-prob", "max over pairs"),
+    "parity/mean_gap_mean/<step>": Metric(
+        "Difference of the step's mean, sampled elements", "mean over elements, pairs"
+    ),
+    "parity/mean_gap_max/<step>": Metric("Difference of the step's mean, sampled elements", "max over elements, pairs"),
     "sync/seconds": Metric("Gather, send, apply and verify", "s", timing=True),
     "sync/bytes": Metric("Adapter bytes sent to each engine", "byte"),
     "sync/tensors": Metric("Tensors sent and applied", "count"),

@@ -20,27 +20,40 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from miles_wan.errors import CheckpointError
 from miles_wan.faults import reach
+from miles_wan.training.ema import AdapterAverage
 
 # torch's CheckpointException is a BaseException: ``except Exception`` alone would let it through.
 FAILURES = (Exception, CheckpointException)
 
 
 class TrainingState:
-    """The ``Stateful`` that torch.distributed.checkpoint saves: trainable weights, optimizer, schedule, random state."""
+    """The ``Stateful`` that torch.distributed.checkpoint saves: trainable weights, optimizer, schedule, random state, and
+    the average of the weights if there is one."""
 
-    def __init__(self, transformer: WanTransformer3DModel, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    def __init__(
+        self,
+        transformer: WanTransformer3DModel,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        average: AdapterAverage | None,
+    ) -> None:
         self._transformer, self._optimizer, self._scheduler = transformer, optimizer, scheduler
+        self._average = average
 
     def state_dict(self) -> dict[str, Any]:
         adapter, optimizer = get_state_dict(
             self._transformer, self._optimizer, options=StateDictOptions(ignore_frozen_params=True)
         )
-        return {
+        state = {
             "adapter": adapter,
             "optimizer": optimizer,
             "scheduler": self._scheduler.state_dict(),
             f"random_state_{dist.get_rank()}": torch.get_rng_state(),
         }
+        if self._average is not None:
+            average = {str(index): tensor for index, tensor in enumerate(self._average.tensors)}
+            state |= {"average": average, "average_steps": self._average.steps}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(
@@ -52,6 +65,10 @@ class TrainingState:
         )
         self._scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state[f"random_state_{dist.get_rank()}"])
+        if self._average is not None:
+            average = state["average"]
+            tensors = [average[str(index)] for index in range(len(average))]
+            self._average.load(tensors, steps=state["average_steps"])
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -66,16 +83,9 @@ class _Writer(dcp.FileSystemWriter):
         return super().write_data(plan, planner)
 
 
-def save(
-    directory: Path,
-    transformer: WanTransformer3DModel,
-    optimizer: Optimizer,
-    scheduler: LRScheduler,
-    *,
-    rollout_id: int,
-) -> None:
+def save(directory: Path, training: TrainingState, *, rollout_id: int) -> None:
     """Write the state into ``directory``."""
-    state = {"training": TrainingState(transformer, optimizer, scheduler)}
+    state = {"training": training}
     try:
         dcp.save(state, storage_writer=_Writer(directory, rollout_id=rollout_id))
     except FAILURES as error:
@@ -84,13 +94,13 @@ def save(
         ) from error
 
 
-def load(directory: Path, transformer: WanTransformer3DModel, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+def load(directory: Path, training: TrainingState) -> None:
     """Restore the state in ``directory``, on any number of ranks up to that of the save.
 
     Raises:
         CheckpointError: files missing or of another model.
     """
-    state = {"training": TrainingState(transformer, optimizer, scheduler)}
+    state = {"training": training}
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
     except FAILURES as error:

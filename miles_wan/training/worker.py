@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,19 +20,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from miles_wan.config import Config
-from miles_wan.errors import MilesWanError, ParityError
+from miles_wan.errors import MilesWanError
 from miles_wan.faults import reach
 from miles_wan.records import TrainItem, derived_seed
 from miles_wan.training import checkpoint
-from miles_wan.training.batch import micro_batches
+from miles_wan.training.ema import AdapterAverage
+from miles_wan.training.forward_process import ForwardObjective
 from miles_wan.training.mesh import MeshMemory, estimate, held_bytes
-from miles_wan.training.objective import Objective, PairStatistics
+from miles_wan.training.passes import ForwardPasses, Passes, PolicyPasses
+from miles_wan.training.policy import PolicyObjective
 from miles_wan.training.sharding import (
     count_sharded_blocks,
     full_tensor,
     init_process_group,
     shard_transformer,
 )
+from miles_wan.training.statistics import Means
+from miles_wan.training.velocity import VelocityModel
 from miles_wan.wan.load import load_transformer
 from miles_wan.wan.lora import ModelReport, inject_lora, load_adapter, report, save_adapter, trainable_parameters
 
@@ -81,10 +86,17 @@ class TrainingWorker:
         _check_sharded(transformer, memory, rank=rank.rank)
         self.transformer = transformer
         self.sharded_blocks = count_sharded_blocks(transformer)
-        self._objective = Objective(transformer, config, expand_timesteps=expand_timesteps)
-        settings = config.training.optimizer
+        parameters = [parameter for _, parameter in trainable_parameters(transformer)]
+        training = config.training
+        self.average = (
+            AdapterAverage(parameters, decay=training.ema_decay, rise=training.ema_rise)
+            if training.ema_decay is not None
+            else None
+        )
+        self.velocity = VelocityModel(transformer, self.average, config, expand_timesteps=expand_timesteps)
+        settings = training.optimizer
         self.optimizer = torch.optim.AdamW(
-            [parameter for _, parameter in trainable_parameters(transformer)],
+            parameters,
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -104,75 +116,50 @@ class TrainingWorker:
             steps: per optimizer step, this rank's items; every rank has equally many.
 
         Returns:
-            Metrics ``train/...``, reduced over all ranks.
+            Metrics ``train/...`` and ``parity/...``, reduced over all ranks.
 
         Raises:
             ParityError: engine and trainer disagree about a log-prob by more than ``algorithm.max_log_prob_gap``;
                 raised on every rank before the first optimizer step, so that no weight has moved.
         """
-        # The first step's pairs are compared in its own forward; the later steps' need one before any weight moves.
-        before_update = PairStatistics()
-        for items in steps[1:]:
-            self._measure(items, before_update)
-        overall = PairStatistics()
-        gap_metrics: dict[str, float] = {}
+        passes = self._passes(steps, rollout_id)
+        means = Means()
+        parity: dict[str, float] = {}
         grad_norms: list[float] = []
         learning_rate = 0.0
-        for index, items in enumerate(steps):
-            statistics = self._accumulate(items, rollout_id)
-            overall.merge(statistics)
+        for index in range(len(steps)):
+            self._accumulate(passes, index, means, rollout_id=rollout_id)
             if index == 0:
-                before_update.merge(statistics)
-                gap_metrics = self._check_parity(before_update)
+                parity = passes.parity()
             learning_rate = float(self.scheduler.get_last_lr()[0])
             grad_norms.append(self._step(rollout_id))
         return {
-            **overall.reduced(self.device),
-            **gap_metrics,
+            **means.reduced(self.device),
+            **parity,
             "train/grad_norm": max(grad_norms),
             "train/lr": learning_rate,
             "train/optimizer_steps": float(len(steps)),
         }
 
-    def _measure(self, items: Sequence[TrainItem], into: PairStatistics) -> None:
-        with torch.no_grad():
-            for batch in micro_batches(items, size=self._config.training.micro_batch_size, device=self.device):
-                into.add(self._objective(batch))
+    def _passes(self, steps: Sequence[Sequence[TrainItem]], rollout_id: int) -> Passes:
+        if self._config.algorithm.loss == "nft":
+            forward = ForwardObjective(self.velocity, self._config)
+            return ForwardPasses(forward, self._config, steps, rollout_id=rollout_id, device=self.device)
+        return PolicyPasses(PolicyObjective(self.velocity, self._config), self._config, steps, device=self.device)
 
-    def _accumulate(self, items: Sequence[TrainItem], rollout_id: int) -> PairStatistics:
+    def _accumulate(self, passes: Passes, step: int, means: Means, *, rollout_id: int) -> None:
         """Forward and backward of one optimizer step; gradients are means over all ranks' pairs."""
-        statistics = PairStatistics()
+        pairs, done = passes.pairs(step), 0
+        losses = passes.losses(step)
         size = self._config.training.micro_batch_size
-        pairs = sum(len(item.trajectory.steps) for item in items)
-        done = 0
-        for batch in micro_batches(items, size=size, device=self.device):  # one at a time: they are large
-            done += batch.sigma.numel()
+        while done < pairs:
             # FSDP2 reduces gradients of the frozen base never, of the adapters once: after the last micro-batch.
-            self.transformer.set_requires_gradient_sync(done == pairs)
-            scored = self._objective(batch)
-            (scored.loss * (batch.sigma.numel() / pairs)).backward()
-            statistics.add(scored)
+            self.transformer.set_requires_gradient_sync(done + size >= pairs)
+            scored = next(losses)  # one at a time: they are large
+            done += scored.size
+            (scored.loss * (scored.size / pairs)).backward()
+            means.add(scored)
             reach("train/micro_batch", rollout_id)
-        return statistics
-
-    def _check_parity(self, statistics: PairStatistics) -> dict[str, float]:
-        metrics = statistics.reduced_gaps(self.device)
-        bound = self._config.algorithm.max_log_prob_gap
-        gap = metrics["train/log_prob_gap_max"]
-        if not gap <= bound:
-            raise ParityError(
-                f"engine and trainer differ by {gap:.3e} about a log-prob before the first update, above "
-                f"algorithm.max_log_prob_gap = {bound:g}: they do not compute the same model. Check the last weight sync, "
-                "the precision of both sides (rollout.dtype, model.dtype) and the flow shift; no weight was changed."
-            )
-        clip_range = self._config.algorithm.clip_range
-        if gap > clip_range and dist.get_rank() == 0:
-            logger.warning(
-                "engine and trainer differ by up to %.1e about a log-prob, more than algorithm.clip_range = %g: "
-                "clipping acts on numeric noise; raise it or the precision",
-                gap, clip_range,
-            )  # fmt: skip
-        return metrics
 
     def _step(self, rollout_id: int) -> float:
         parameters = [parameter for _, parameter in trainable_parameters(self.transformer)]
@@ -186,13 +173,25 @@ class TrainingWorker:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update()
         return float(norm)
 
-    def adapter(self) -> dict[str, Tensor]:
-        """The whole adapter on the CPU, on every rank (a collective), in the type the forward computes with."""
-        return {
-            name: full_tensor(parameter.detach()).cpu() for name, parameter in trainable_parameters(self.transformer)
-        }
+    def adapter(self, weights: str = "policy") -> dict[str, Tensor]:
+        """The whole adapter on the CPU, on every rank (a collective), in the type the forward computes with.
+
+        Args:
+            weights: ``policy``, or ``ema`` for its average.
+        """
+        with self.using(weights):
+            return {
+                name: full_tensor(parameter.detach()).cpu()
+                for name, parameter in trainable_parameters(self.transformer)
+            }
+
+    def using(self, weights: str) -> AbstractContextManager[None]:
+        """The transformer computes with these ``weights`` inside this context: ``policy`` or ``ema``."""
+        return self.velocity.averaged() if weights == "ema" else nullcontext()
 
     def check_ranks_agree(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> str:
         """Compare the digest of the gathered adapter over all ranks (a collective) and log it.
@@ -215,15 +214,18 @@ class TrainingWorker:
 
     def save_checkpoint(self, directory: Path, *, rollout_id: int) -> None:
         """Write adapters, optimizer, schedule and random state of all ranks into ``directory`` (a collective)."""
-        checkpoint.save(directory, self.transformer, self.optimizer, self.scheduler, rollout_id=rollout_id)
+        checkpoint.save(directory, self._state(), rollout_id=rollout_id)
 
     def load_checkpoint(self, directory: Path) -> None:
         """Restore what ``save_checkpoint`` wrote (a collective)."""
-        checkpoint.load(directory, self.transformer, self.optimizer, self.scheduler)
+        checkpoint.load(directory, self._state())
 
-    def export(self, directory: Path) -> None:
+    def _state(self) -> checkpoint.TrainingState:
+        return checkpoint.TrainingState(self.transformer, self.optimizer, self.scheduler, self.average)
+
+    def export(self, directory: Path, *, weights: str = "policy") -> None:
         """Write the adapter in diffusers format (a collective; rank 0 writes)."""
-        tensors = self.adapter()
+        tensors = self.adapter(weights)
         if dist.get_rank() == 0:
             model = self._config.model
             save_adapter(directory, tensors, rank=model.lora_rank, alpha=model.lora_alpha)

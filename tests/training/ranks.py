@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from golden_data import ti2v_item
+from golden_data import ti2v_item, ti2v_rollout
 from torch import Tensor
 
 from miles_wan.config import Config
@@ -29,6 +29,11 @@ from miles_wan.wan.lora import inject_lora, trainable_parameters
 
 # Every rank's items: (kept steps, advantage). Two samples of two kept steps each, different on either rank.
 ITEMS = {0: [((0, 1), 1.0), ((2, 3), -0.5)], 1: [((1, 2), 2.0), ((3, 4), -1.5)]}
+
+CLIP_LOW, CLIP_HIGH = 1e-3, 1e-1
+DPPO_THRESHOLD = 1e-3
+NFT = {"beta": 0.5, "sigmas_per_sample": 2, "reference_weight": 0.1}
+NFT_SCALE = 1.5  # of the policy's adapter over its average
 
 PERTURBED = "blocks.1.ffn.net.0.proj.lora_B.weight"
 
@@ -147,6 +152,12 @@ class Scenarios:
             "kl": {"algorithm__kl_beta": 0.3},
             "kl checkpointing": {"algorithm__kl_beta": 0.3, "training__activation_checkpointing": True},
             "kl negligible": {"algorithm__kl_beta": 1e-12},
+            "guard": {"algorithm__loss": "guard"},
+            "dppo": {"algorithm__loss": "dppo", "algorithm__kl_threshold": DPPO_THRESHOLD},
+            "clip higher": {"algorithm__clip_range": CLIP_LOW, "algorithm__clip_range_high": CLIP_HIGH},
+            "noise level": {"algorithm__step_weight": "noise_level"},
+            "recompute": {"algorithm__old_log_prob": "recompute"},
+            "guard recompute": {"algorithm__loss": "guard", "algorithm__old_log_prob": "recompute"},
             "bf16": {"model__dtype": "bf16"},
             "bf16 checkpointing": {"model__dtype": "bf16", "training__activation_checkpointing": True},
         }
@@ -178,6 +189,60 @@ class Scenarios:
             worker.close()
         return seen
 
+    def nft(self) -> dict[str, Any]:
+        """One DiffusionNFT step with a policy that is not its average."""
+        changes = {f"algorithm__nft__{name}": value for name, value in NFT.items()}
+        worker = self.adapted(
+            algorithm__loss="nft",
+            rollout__sampler="ode",
+            rollout__guidance_scale=1.0,
+            training__ema_decay=0.9,
+            **changes,
+        )
+        with torch.no_grad():
+            for _, parameter in trainable_parameters(worker.transformer):
+                parameter.data.to_local().mul_(NFT_SCALE)
+        caught: dict[str, Tensor] = {}
+
+        def catch(*_: Any) -> None:
+            caught.update({n: full_tensor(p.grad).clone() for n, p in trainable_parameters(worker.transformer)})
+
+        worker.optimizer.register_step_pre_hook(catch)
+        before = {weights: worker.adapter(weights) for weights in ("policy", "ema")}
+        metrics = worker.update([[finished(item) for item in self.items()]], rollout_id=3)
+        seen = {"gradients": caught, "metrics": metrics, "before": before, "policy": worker.adapter()}
+        worker.close()
+        return seen
+
+    def average(self) -> dict[str, Any]:
+        """The adapters after each of three steps, and their averages."""
+        seen: dict[str, Any] = {}
+        for rise in (None, 0.3):
+            worker = self.adapted(
+                training__optimizer__lr=1e-2, training__ema_decay=0.75, training__ema_rise=rise, num_rollouts=3
+            )
+            history = [(worker.adapter(), worker.adapter("ema"))]
+            for rollout_id in range(3):
+                worker.update([self.items()], rollout_id=rollout_id)
+                history.append((worker.adapter(), worker.adapter("ema")))
+            worker.export(self.folder / f"exported average {rise}", weights="ema")
+            seen[str(rise)] = history
+            worker.close()
+        return seen
+
+    def old_policies(self) -> dict[str, Any]:
+        """Two optimizer steps under weights that are not the engine's, by where the old log-probs come from."""
+        seen = {}
+        for old in ("engine", "recompute"):
+            worker = self.adapted(
+                algorithm__old_log_prob=old,
+                algorithm__optimizer_steps_per_rollout=2,
+                training__optimizer__lr=1e-2,
+            )
+            seen[old] = worker.update([[item] for item in self.items()], rollout_id=0)
+            worker.close()
+        return seen
+
     def agreement(self) -> dict[str, Any]:
         worker = self.adapted(training__optimizer__lr=1e-2)
         before = worker.check_ranks_agree(worker.adapter(), policy_version=0)
@@ -197,6 +262,7 @@ class Scenarios:
             "training__optimizer__warmup_steps": 1,
             "training__optimizer__weight_decay": 0.1,
             "training__optimizer__max_grad_norm": 1e-3,
+            "training__ema_decay": 0.5,
             "num_rollouts": 4,
         }
         first = self.adapted(**changes)
@@ -294,6 +360,15 @@ class Scenarios:
         return seen
 
 
+def finished(item: TrainItem) -> TrainItem:
+    """The same video without kept steps, as a rollout without noise returns it."""
+    final = ti2v_rollout()["trajectory.latents"][-1].numpy()
+    return replace(
+        ti2v_item((), advantage=item.advantage),
+        trajectory=replace(ti2v_item((), advantage=0.0).trajectory, final_latent=final),
+    )
+
+
 def error_of(call: Callable[[], Any]) -> str | None:
     """``Class: message`` of the project's error that ``call`` raises, or None."""
     try:
@@ -317,6 +392,9 @@ def state_of(worker: TrainingWorker) -> dict[str, Any]:
             for name, p in named
             for key, value in worker.optimizer.state[p].items()
         },
+        "average": {}
+        if worker.average is None
+        else dict(enumerate(t.to_local().clone() for t in worker.average.tensors)),
         "scheduler": {k: v for k, v in worker.scheduler.state_dict().items() if k != "lr_lambdas"},
         "lr": [group["lr"] for group in worker.optimizer.param_groups],
         "random": torch.get_rng_state(),
@@ -332,6 +410,9 @@ def main() -> None:
         "unsharded",
         "parity",
         "gradients",
+        "nft",
+        "average",
+        "old_policies",
         "agreement",
         "resume",
         "export",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from golden_data import ti2v_item, ti2v_rollout
 
-from miles_wan.training.batch import micro_batches
+from miles_wan.training.batch import noise_batches, step_batches
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def text_only(steps: tuple[int, ...], *, advantage: float):
 
 def test_every_kept_step_is_one_pair_with_its_own_sigmas():
     items = [ti2v_item((0, 2), advantage=1.5), ti2v_item((1, 3, 4), advantage=-2.0)]
-    batches = list(micro_batches(items, size=2, device=CPU))
+    batches = list(step_batches(items, size=2, device=CPU))
     assert [len(batch.sigma) for batch in batches] == [2, 2, 1]
     rollout, steps = ti2v_rollout(), [0, 2, 1, 3, 4]
     sigmas = rollout["trajectory.sigmas"]
@@ -38,36 +38,47 @@ def test_every_kept_step_is_one_pair_with_its_own_sigmas():
     assert torch.equal(whole("sigma_max"), sigmas[[1] * 5])
     assert torch.equal(whole("latents"), rollout["trajectory.latents"][steps])
     assert torch.equal(whole("next_latents"), rollout["trajectory.latents"][[k + 1 for k in steps]])
-    assert torch.equal(whole("old_log_prob"), rollout["log_probs.first_frame_masked"][steps])
+    assert torch.equal(whole("engine_log_prob"), rollout["log_probs.first_frame_masked"][steps])
     assert torch.equal(whole("advantages"), torch.tensor([1.5, 1.5, -2.0, -2.0, -2.0]))
-    assert torch.equal(whole("condition_latent"), rollout["trajectory.latents"][[0] * 5][:, :, :1])
-    assert whole("prompt_embeds").shape == (5, 512, 32)
+    assert torch.equal(whole("weight"), torch.ones(5))
+    assert [step for batch in batches for step in batch.steps] == steps
+    conditions = [batch.condition for batch in batches]
+    given = torch.cat([condition.latent for condition in conditions])
+    assert torch.equal(given, rollout["trajectory.latents"][[0] * 5][:, :, :1])
+    assert torch.cat([condition.prompt_embeds for condition in conditions]).shape == (5, 512, 32)
+
+
+def test_the_noise_of_every_kept_step_follows_from_the_seed():
+    # The engine's own record of a rollout in which every step was stochastic.
+    batches = step_batches([ti2v_item((0, 1, 2, 3, 4), advantage=1.0)], size=2, device=CPU)
+    noise = torch.cat([batch.noise for batch in batches])
+    assert torch.equal(noise, ti2v_rollout()["debug.rollout_variance_noises"][:5])
 
 
 def test_an_image_without_its_latent_is_refused_with_the_record():
     item = ti2v_item((0, 1), advantage=1.0)
     broken = replace(item, conditioning=replace(item.conditioning, condition_latent=None), record_id="kite")
     with pytest.raises(ValueError, match="record kite has an image, and its first-frame latent is missing"):
-        list(micro_batches([item, broken], size=4, device=CPU))
+        list(step_batches([item, broken], size=4, device=CPU))
 
 
 def test_records_with_and_without_an_image_share_a_batch():
-    (batch,) = micro_batches([ti2v_item((0,), advantage=1.0), text_only((1,), advantage=1.0)], size=2, device=CPU)
-    assert batch.has_condition.tolist() == [True, False]
-    assert torch.equal(batch.condition_latent[1], torch.zeros_like(batch.condition_latent[1]))
+    (batch,) = step_batches([ti2v_item((0,), advantage=1.0), text_only((1,), advantage=1.0)], size=2, device=CPU)
+    assert batch.condition.given.tolist() == [True, False]
+    assert torch.equal(batch.condition.latent[1], torch.zeros_like(batch.condition.latent[1]))
 
 
 def test_text_alone_has_no_condition_latent():
-    (batch,) = micro_batches([text_only((0, 1), advantage=1.0)], size=2, device=CPU)
-    assert batch.condition_latent is None
-    assert not bool(batch.has_condition.any())
+    (batch,) = step_batches([text_only((0, 1), advantage=1.0)], size=2, device=CPU)
+    assert batch.condition.latent is None
+    assert not bool(batch.condition.given.any())
 
 
 def test_without_guidance_there_is_no_negative_prompt():
     item = ti2v_item((0,), advantage=1.0)
     without = replace(item, conditioning=replace(item.conditioning, negative_prompt_embeds=None))
-    (batch,) = micro_batches([without], size=1, device=CPU)
-    assert batch.negative_prompt_embeds is None
+    (batch,) = step_batches([without], size=1, device=CPU)
+    assert batch.condition.negative_prompt_embeds is None
 
 
 def test_read_only_arrays_are_not_written_to():
@@ -75,6 +86,46 @@ def test_read_only_arrays_are_not_written_to():
     latents = item.trajectory.latents.copy()
     latents.flags.writeable = False
     frozen = replace(item, trajectory=replace(item.trajectory, latents=latents))
-    (batch,) = micro_batches([frozen], size=2, device=CPU)
+    (batch,) = step_batches([frozen], size=2, device=CPU)
     batch.latents.zero_()
     assert bool(np.abs(latents).sum() > 0)
+
+
+def finished(*, seed: int):
+    """An item without kept steps, but with its last latent."""
+    item = ti2v_item((), advantage=0.5)
+    final = ti2v_rollout()["trajectory.latents"][-1].numpy()
+    return replace(item, trajectory=replace(item.trajectory, final_latent=final, seed=seed))
+
+
+def test_a_finished_video_is_noised_to_levels_of_its_own_grid():
+    items = [finished(seed=1), finished(seed=2)]
+    batches = list(noise_batches(items, levels=3, size=4, seed=9, device=CPU))
+    assert [batch.size for batch in batches] == [4, 2]
+    sigma = torch.cat([batch.sigma for batch in batches])
+    grid = ti2v_rollout()["trajectory.sigmas"][:-1]
+    assert all(bool((value == grid).any()) for value in sigma)
+    assert all(len(set(part.tolist())) == 3 for part in sigma.split(3))
+    clean = torch.cat([batch.clean for batch in batches])
+    noisy = torch.cat([batch.noisy for batch in batches])
+    scale = sigma.reshape(-1, 1, 1, 1, 1)
+    noise = (noisy - (1 - scale) * clean) / scale
+    assert abs(float(noise.mean())) < 0.05
+    assert float(noise.std()) == pytest.approx(1, abs=0.05)
+    assert all(float((noise[a] - noise[b]).abs().max()) > 1 for a in range(6) for b in range(a))
+
+
+def test_noise_levels_depend_on_the_sample_and_the_rollout_alone():
+    def noisy(items, *, seed: int, size: int) -> list[torch.Tensor]:
+        batches = list(noise_batches(items, levels=2, size=size, seed=seed, device=CPU))
+        return list(torch.cat([batch.noisy for batch in batches]))
+
+    first = noisy([finished(seed=1), finished(seed=2)], seed=9, size=4)
+    turned = noisy([finished(seed=2), finished(seed=1)], seed=9, size=1)
+    assert all(torch.equal(a, b) for a, b in zip(first, [*turned[2:], *turned[:2]], strict=True))
+    assert not torch.equal(first[0], noisy([finished(seed=1)], seed=10, size=4)[0])
+
+
+def test_a_video_without_its_last_latent_is_refused_with_the_record():
+    with pytest.raises(ValueError, match="record golden: forward-process training needs the last latent"):
+        list(noise_batches([ti2v_item((0,), advantage=1.0)], levels=1, size=1, seed=0, device=CPU))

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from golden_data import GOLDEN, padded_embeds, ti2v_rollout, write_model_folder
+from golden_data import GOLDEN, padded_embeds, ti2v_item, ti2v_rollout, write_model_folder
 from peft import LoraConfig
-from ranks import ITEMS
+from ranks import CLIP_HIGH, CLIP_LOW, DPPO_THRESHOLD, ITEMS, NFT, NFT_SCALE, finished
 from safetensors.torch import load_file
 from torch import Tensor
 
+from miles_wan.records import derived_seed
+from miles_wan.training.batch import noise_batches
 from miles_wan.wan.lora import save_adapter
 
 pytestmark = pytest.mark.e2e
@@ -85,8 +87,29 @@ def relative(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return math.sqrt(difference / sum(float(g.double().square().sum()) for g in expected.values()))
 
 
+def clipped(ratio: Tensor, advantage: float, low: float = 0.5, high: float = 0.5) -> Tensor:
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+
+
+def pair_loss(
+    loss: str, density: Tensor, old: Tensor, advantage: float, *, mean: Tensor, old_mean: Tensor, std: Tensor, d: Tensor
+) -> Tensor:
+    """The loss of one pair, by algorithm, with the formulas of MATH."""
+    ratio = torch.exp(density - old)
+    if loss == "guard":
+        bias = ((mean - old_mean) ** 2).mean() / (2 * std**2)
+        return clipped(torch.exp((density - old + bias) * std), advantage) / -d
+    if loss == "dppo":
+        moved = float((((mean - old_mean) ** 2).mean() / (2 * std**2)).detach())
+        moves_on = bool((ratio.detach() - 1) * advantage > 0)
+        return 0 * ratio if moved >= DPPO_THRESHOLD and moves_on else -advantage * ratio
+    if loss == "clip higher":
+        return clipped(ratio, advantage, CLIP_LOW, CLIP_HIGH)
+    return clipped(ratio, advantage)
+
+
 @lru_cache
-def reference_gradients(*, guidance: float = 3.0, kl_beta: float = 0.0) -> dict[str, Tensor]:
+def reference_gradients(*, guidance: float = 3.0, kl_beta: float = 0.0, loss_name: str = "grpo") -> dict[str, Tensor]:
     """Gradients of the mean objective over both ranks' pairs: one process, no sharding, the formulas written out."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
@@ -98,6 +121,12 @@ def reference_gradients(*, guidance: float = 3.0, kl_beta: float = 0.0) -> dict[
     latents, sigmas = rollout["trajectory.latents"], rollout["trajectory.sigmas"]
     prompt, negative = padded_embeds("prompt_embeds")[None], padded_embeds("negative_prompt_embeds")[None]
     losses = []
+    pairs = [(k, advantage) for rank in ITEMS for steps, advantage in ITEMS[rank] for k in steps]
+    recompute = loss_name in ("recompute", "guard recompute")
+
+    def std_of(k: int) -> Tensor:
+        s, d = sigmas[k], sigmas[k + 1] - sigmas[k]
+        return eta * torch.sqrt(s / (1 - (sigmas[1] if s == 1 else s))) * torch.sqrt(-d)
 
     def mean_of(k: int) -> Tensor:
         x, s, n = latents[k][None], sigmas[k], sigmas[k + 1]
@@ -115,24 +144,125 @@ def reference_gradients(*, guidance: float = 3.0, kl_beta: float = 0.0) -> dict[
         g2, d = eta**2 * s / (1 - (sigmas[1] if s == 1 else s)), n - s
         return x * (1 + g2 * d / (2 * s)) + v * (1 + g2 * (1 - s) / (2 * s)) * d
 
-    for steps, advantage in (item for rank in ITEMS for item in ITEMS[rank]):
-        for k in steps:
-            s, d = sigmas[k], sigmas[k + 1] - sigmas[k]
-            std = eta * torch.sqrt(s / (1 - (sigmas[1] if s == 1 else s))) * torch.sqrt(-d)
-            mean = mean_of(k)[:, :, 1:]
-            density = torch.distributions.Normal(mean, std).log_prob(latents[k + 1][None, :, 1:]).mean()
-            ratio = torch.exp(density - rollout["log_probs.first_frame_masked"][k])
-            loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.5, 1.5))
-            if kl_beta:
-                model.disable_adapters()
-                with torch.no_grad():
-                    base = mean_of(k)[:, :, 1:]
-                model.enable_adapters()
-                loss = loss + kl_beta * ((mean - base) ** 2 / (2 * std**2)).mean()
-            losses.append(loss)
+    for k, advantage in pairs:
+        d, std = sigmas[k + 1] - sigmas[k], std_of(k)
+        mean = mean_of(k)[:, :, 1:]
+        density = torch.distributions.Normal(mean, std).log_prob(latents[k + 1][None, :, 1:]).mean()
+        old = density.detach() if recompute else rollout["log_probs.first_frame_masked"][k]
+        old_mean = mean.detach() if recompute else rollout["debug.rollout_prev_sample_means"][k][None, :, 1:]
+        name = loss_name.removesuffix(" recompute")
+        loss = pair_loss(name, density, old, advantage, mean=mean, old_mean=old_mean, std=std, d=d)
+        if loss_name == "noise level":
+            loss = loss * std / torch.stack([std_of(step) for step, _ in pairs]).mean()
+        if kl_beta:
+            model.disable_adapters()
+            with torch.no_grad():
+                base = mean_of(k)[:, :, 1:]
+            model.enable_adapters()
+            loss = loss + kl_beta * ((mean - base) ** 2 / (2 * std**2)).mean()
+        losses.append(loss)
     torch.stack(losses).mean().backward()
     torch.set_num_threads(threads)
     return {name: parameter.grad for name, parameter in plain_adapter(model).items()}
+
+
+@lru_cache
+def reference_nft_gradients() -> dict[str, Tensor]:
+    """Gradients of the DiffusionNFT loss over both ranks' pairs in one process. Noise and levels are the worker's."""
+    rollout = ti2v_rollout()
+    model = plain_transformer()
+    adapter, prompt = plain_adapter(model), padded_embeds("prompt_embeds")[None]
+    seed = derived_seed(0, "forward", 3)
+    beta, weight, losses = NFT["beta"], NFT["reference_weight"], []
+    frames, height, width = rollout["trajectory.latents"].shape[2:]
+    tokens = height * width // 4
+    for item in (finished(ti2v_item(steps, advantage=a)) for rank in ITEMS for steps, a in ITEMS[rank]):
+        for batch in noise_batches(
+            [item], levels=NFT["sigmas_per_sample"], size=1, seed=seed, device=torch.device("cpu")
+        ):
+            x, sigma = batch.noisy.clone(), float(batch.sigma)
+            x[:, :, 0] = rollout["trajectory.latents"][0][:, 0]
+            time = torch.cat([torch.zeros(tokens), torch.full(((frames - 1) * tokens,), 1000 * sigma)])[None]
+
+            def velocity(scale: float) -> Tensor:
+                with torch.no_grad():
+                    for name, parameter in adapter.items():
+                        parameter.copy_(scale * start_adapter()[name])
+                return model(hidden_states=x, timestep=time, encoder_hidden_states=prompt, return_dict=False)[0][
+                    :, :, 1:
+                ]
+
+            with torch.no_grad():
+                old, base = velocity(1.0), velocity(0.0)
+            v = velocity(NFT_SCALE)
+            clean, noisy = batch.clean[:, :, 1:], x[:, :, 1:]
+
+            def error(u: Tensor) -> Tensor:
+                distance = noisy - sigma * u - clean  # noqa: B023
+                return (distance**2).mean() / distance.detach().abs().mean()
+
+            plus, minus = beta * v + (1 - beta) * old, (1 + beta) * old - beta * v
+            r = item.advantage / 10 + 0.5
+            policy = 5.0 * (r * error(plus) + (1 - r) * error(minus)) / beta
+            losses.append(policy + weight * ((v - base) ** 2).mean())
+            (losses[-1] / 8).backward()
+    return {name: parameter.grad for name, parameter in adapter.items()}
+
+
+def test_the_nft_gradients_are_those_of_one_process_with_all_the_data(results):
+    expected = reference_nft_gradients()
+    for rank in results.ranks:
+        assert relative(rank["nft"]["gradients"], expected) <= 1e-5
+    metrics = results.ranks[0]["nft"]["metrics"]
+    assert metrics["train/nft_velocity_change"] > 0
+    assert metrics["train/nft_reference_loss"] > 0
+    assert "train/log_prob_pairs" not in metrics
+
+
+def test_the_average_is_back_in_its_place_after_an_nft_step(results):
+    seen = results.ranks[0]["nft"]
+    for name, tensor in results.adapter.items():
+        assert torch.equal(seen["before"]["ema"][name], tensor)
+        assert torch.allclose(seen["before"]["policy"][name], NFT_SCALE * tensor)
+        assert torch.allclose(seen["policy"][name], NFT_SCALE * tensor)  # the rate is 0
+
+
+@pytest.mark.parametrize(("rise", "decays"), [("None", [0.75, 0.75, 0.75]), ("0.3", [0.3, 0.6, 0.75])])
+def test_the_average_follows_its_formula(results, rise, decays):
+    for rank in results.ranks:
+        history = rank["average"][rise]
+        expected = dict(history[0][0])
+        assert all(torch.equal(history[0][1][name], tensor) for name, tensor in expected.items())
+        for decay, (policy, average) in zip(decays, history[1:], strict=True):
+            expected = {name: decay * tensor + (1 - decay) * policy[name] for name, tensor in expected.items()}
+            for name, tensor in expected.items():
+                assert torch.allclose(average[name], tensor, rtol=1e-5, atol=1e-7)
+    stored = load_file(results.folder / f"exported average {rise}" / "pytorch_lora_weights.safetensors")
+    for name, tensor in results.ranks[0]["average"][rise][-1][1].items():
+        assert torch.equal(stored[f"transformer.{name}"], tensor)
+
+
+def test_recomputed_log_probs_begin_at_ratio_one_where_the_engines_do_not(results):
+    engine, recompute = (results.ranks[0]["old_policies"][old] for old in ("engine", "recompute"))
+    assert engine["train/log_prob_gap_max"] > 1e-3  # another adapter than the engine's
+    assert recompute["train/log_prob_gap_max"] == engine["train/log_prob_gap_max"]
+    assert engine["train/ratio_minus_one_max_before_update"] > 1e-3
+    assert recompute["train/ratio_minus_one_max_before_update"] <= 1e-6
+    assert recompute["train/ratio_mean"] != 1  # the second step comes after the first one's update
+
+
+def test_parity_is_told_by_step(results):
+    metrics = results.ranks[0]["parity"][1]["metrics"]
+    kept = {k for rank in ITEMS for steps, _ in ITEMS[rank] for k in steps}
+    for figure in ("log_prob_gap", "mean_gap"):
+        largest = {
+            int(name.rsplit("/", 1)[1]): v for name, v in metrics.items() if name.startswith(f"parity/{figure}_max/")
+        }
+        assert set(largest) == kept
+        assert max(largest.values()) <= 1e-5
+        assert all(metrics[f"parity/{figure}_mean/{step}"] <= value for step, value in largest.items())
+    moved = results.ranks[0]["old_policies"]["engine"]
+    assert max(value for name, value in moved.items() if name.startswith("parity/mean_gap_max/")) > 1e-3
 
 
 def test_parameters_are_split_over_the_ranks(results):
@@ -190,6 +320,15 @@ def test_gradients_without_guidance(results):
     assert relative(results.ranks[0]["gradients"]["no guidance"]["gradients"], expected) <= 1e-5
 
 
+@pytest.mark.parametrize("case", ["guard", "dppo", "clip higher", "noise level", "recompute", "guard recompute"])
+def test_gradients_of_every_loss(results, case):
+    expected = reference_gradients(loss_name=case)
+    assert relative(expected, reference_gradients()) > 1e-3
+    for rank in results.ranks:
+        # float32: guard's division by -d (0.05 to 0.2) takes the rounding of its late steps with it.
+        assert relative(rank["gradients"][case]["gradients"], expected) <= (2e-5 if "guard" in case else 1e-5)
+
+
 @pytest.mark.parametrize("case", ["kl", "kl checkpointing"])
 def test_gradients_with_the_kl_to_the_base(results, case):
     expected = reference_gradients(kl_beta=0.3)
@@ -240,7 +379,9 @@ def test_ranks_hold_one_adapter_after_an_update_with_different_data(results):
 
 
 def equal_states(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    tensors = [(a, second[group][key]) for group in ("weights", "moments") for key, a in first[group].items()]
+    tensors = [
+        (a, second[group][key]) for group in ("weights", "moments", "average") for key, a in first[group].items()
+    ]
     return (
         all(torch.equal(a, b) for a, b in tensors)
         and first["scheduler"] == second["scheduler"]
