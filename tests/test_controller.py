@@ -129,14 +129,14 @@ class World:
 
 
 def run(world: World | None = None, *, state: RunState | None = None, **changes: Any) -> tuple[World, Controller]:
-    settings = {"num_rollouts": 4, "eval": 2, "checkpoint": 3, "sign": 1, **changes}
+    settings = {"num_rollouts": 4, "eval": 2, "checkpoint": 3, "sign": 1, "loss": "grpo", **changes}
     config = Config.model_validate(
         {
             "model": {"path": "m"},
             "data": {"train": "t", "eval": "e"},
             "eval": {"interval": settings["eval"], "save_videos": 2},
             "checkpoint": {"interval": settings["checkpoint"]},
-            "algorithm": {"advantage_sign": settings["sign"]},
+            "algorithm": {"advantage_sign": settings["sign"], "loss": settings["loss"]},
             "num_rollouts": settings["num_rollouts"],
         }
     )
@@ -291,3 +291,41 @@ def test_every_part_of_the_loop_is_a_named_phase():
     world, _ = run(num_rollouts=1, eval=1, checkpoint=1)
     phases = {call[1] for call in world.made("phase")}
     assert phases == {"sync", "eval", "score", "media", "rollout", "train", "log", "checkpoint"}
+
+
+def test_nothing_left_to_train_moves_no_weight_and_the_run_goes_on(caplog):
+    world = World()
+    world.left_out = set(range(GROUPS * SAMPLES))
+    run(world, num_rollouts=2, eval=0)
+    assert not any(call[0] == "update" for call in world.calls)
+    assert [call for call in world.calls if call[0] == "push"] == [("push", 0)]
+    assert "every sample was left out" in caplog.text
+    assert world.logged[-1][0] == 2
+
+
+def test_samples_that_are_left_out_are_not_trained():
+    world = World()
+    world.left_out = {1, 4}
+    run(world, num_rollouts=1, eval=0)
+    assert [(item.record_id, item.sample_index) for item in world.items[0]] == [
+        ("r0", 0),
+        ("r1", 0),
+        ("r1", 1),
+        ("r2", 1),
+    ]
+
+
+def test_the_averaged_weights_generate_for_nft_and_the_policy_is_validated():
+    world = World()
+    run(world, num_rollouts=1, loss="nft", eval=1)
+    order = [call for call in world.calls if call[0] in ("push", "generate")]
+    assert order == [
+        ("push", 0, "ema"),
+        ("push", 0),
+        ("generate", 0, False),
+        ("push", 0, "ema"),
+        ("generate", 0, True),
+        ("push", 1, "ema"),
+        ("push", 1),
+        ("generate", 1, False),
+    ]

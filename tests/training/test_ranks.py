@@ -166,12 +166,25 @@ def reference_gradients(*, guidance: float = 3.0, kl_beta: float = 0.0, loss_nam
     return {name: parameter.grad for name, parameter in plain_adapter(model).items()}
 
 
+def scaled_velocity(model: torch.nn.Module, scale: float, x: Tensor, time: Tensor) -> Tensor:
+    """The unguided velocity with the start adapter times ``scale``."""
+    with torch.no_grad():
+        for name, parameter in plain_adapter(model).items():
+            parameter.copy_(scale * start_adapter()[name])
+    prompt = padded_embeds("prompt_embeds")[None]
+    return model(hidden_states=x, timestep=time, encoder_hidden_states=prompt, return_dict=False)[0]
+
+
+def nft_error(distance: Tensor) -> Tensor:
+    return (distance**2).mean() / distance.detach().abs().mean()
+
+
 @lru_cache
 def reference_nft_gradients() -> dict[str, Tensor]:
     """Gradients of the DiffusionNFT loss over both ranks' pairs in one process. Noise and levels are the worker's."""
     rollout = ti2v_rollout()
     model = plain_transformer()
-    adapter, prompt = plain_adapter(model), padded_embeds("prompt_embeds")[None]
+    adapter = plain_adapter(model)
     seed = derived_seed(0, "forward", 3)
     beta, weight, losses = NFT["beta"], NFT["reference_weight"], []
     frames, height, width = rollout["trajectory.latents"].shape[2:]
@@ -184,26 +197,17 @@ def reference_nft_gradients() -> dict[str, Tensor]:
             x[:, :, 0] = rollout["trajectory.latents"][0][:, 0]
             time = torch.cat([torch.zeros(tokens), torch.full(((frames - 1) * tokens,), 1000 * sigma)])[None]
 
-            def velocity(scale: float) -> Tensor:
-                with torch.no_grad():
-                    for name, parameter in adapter.items():
-                        parameter.copy_(scale * start_adapter()[name])
-                return model(hidden_states=x, timestep=time, encoder_hidden_states=prompt, return_dict=False)[0][
-                    :, :, 1:
-                ]
-
             with torch.no_grad():
-                old, base = velocity(1.0), velocity(0.0)
-            v = velocity(NFT_SCALE)
+                old, base = (scaled_velocity(model, scale, x, time)[:, :, 1:] for scale in (1.0, 0.0))
+            v = scaled_velocity(model, NFT_SCALE, x, time)[:, :, 1:]
             clean, noisy = batch.clean[:, :, 1:], x[:, :, 1:]
-
-            def error(u: Tensor) -> Tensor:
-                distance = noisy - sigma * u - clean  # noqa: B023
-                return (distance**2).mean() / distance.detach().abs().mean()
-
             plus, minus = beta * v + (1 - beta) * old, (1 + beta) * old - beta * v
             r = item.advantage / 10 + 0.5
-            policy = 5.0 * (r * error(plus) + (1 - r) * error(minus)) / beta
+            policy = (
+                5.0
+                * (r * nft_error(noisy - sigma * plus - clean) + (1 - r) * nft_error(noisy - sigma * minus - clean))
+                / beta
+            )
             losses.append(policy + weight * ((v - base) ** 2).mean())
             (losses[-1] / 8).backward()
     return {name: parameter.grad for name, parameter in adapter.items()}
