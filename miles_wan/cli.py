@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from miles_wan.errors import MilesWanError, first_line
+from miles_wan.errors import MilesWanError
 from miles_wan.tracking.failures import show_failure
 from miles_wan.tracking.logs import configure_logging, console
 
@@ -26,17 +26,14 @@ def train(config: Path) -> None:
     import ray
 
     from miles_wan.cluster.driver import run
+    from miles_wan.cluster.pools import lost_workers_explained
     from miles_wan.configuration import load_config
 
     configure_logging("driver")
     settings = load_config(config, {})
     ray.init(log_to_driver=True, logging_level="warning")
-    try:
+    with lost_workers_explained():
         run(settings)
-    except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
-        raise MilesWanError(
-            f"a worker process of the run ended ({first_line(error)}); --resume latest continues the run"
-        ) from error
 
 
 def tiny(out: Path, seed: int = 0) -> None:

@@ -48,11 +48,14 @@ class EngineActor:
         # Blocking on purpose: the server must be a child of this long-lived thread, since it dies with its parent thread.
         return self._engine.start()
 
-    async def generate(self, request: RolloutRequest, sample_index: int) -> tuple[Any, Any, Any, float]:
-        """Frames, trajectory, conditioning (of the group's first sample) and seconds, as four objects."""
-        keep = sample_index == 0 and bool(request.stochastic_steps)
-        output = await self._engine.generate(request, sample_index, return_conditioning=keep)
-        return output.frames, output.trajectory, output.conditioning, output.seconds
+    async def generate(self, request: RolloutRequest, sample_indices: Sequence[int]) -> tuple[Any, ...]:
+        """Frames of each sample, trajectory of each, the record's conditioning (with the group's first sample) and
+        seconds: 2 n + 2 objects."""
+        keep = sample_indices[0] == 0 and request.keeps_trajectory
+        outputs = await self._engine.generate(request, sample_indices, return_conditioning=keep)
+        frames = [output.frames for output in outputs]
+        trajectories = [output.trajectory for output in outputs]
+        return *frames, *trajectories, outputs[0].conditioning, sum(output.seconds for output in outputs)
 
     async def apply_weights(self, push: WeightPush) -> SyncReport:
         return await self._engine.apply_weights(push)

@@ -186,7 +186,7 @@ def run(config: Config) -> None:
             track = _Track(tracker)
             parts = Parts(
                 requests=RequestPlanner(config, train, validation),
-                rollouts=EnginePool(actors.engines, concurrency=config.rollout.concurrency),
+                rollouts=EnginePool(actors.engines, concurrency=config.rollout.concurrency, samples_per_call=1),
                 scorer=RewardPool(actors.rewards, batch_size=config.reward.batch_size, fps=config.rollout.fps),
                 trainer=trainer,
                 weights=WeightSync(

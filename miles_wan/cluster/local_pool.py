@@ -12,7 +12,6 @@ from typing import Any
 import ray
 
 from miles_wan.cluster.pools import calls_of, gather, samples_of
-from miles_wan.faults import reach
 from miles_wan.records import RolloutRequest, Sample
 
 logger = logging.getLogger(__name__)
@@ -48,10 +47,7 @@ class LocalRollouts:
             ready, _ = ray.wait(list(running), num_returns=1)
             request, indices, made = running.pop(ready[0])
             ray.get(ready[0])
-            for sample in samples_of(request, indices, made, conditionings[request.group_index]):
-                if request.keeps_trajectory:
-                    reach("rollout/sample", request.rollout_id)
-                yield sample
+            yield from samples_of(request, indices, made, conditionings[request.group_index])
 
 
 class LocalWeights:

@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ import ray
 
 from miles_wan.cluster.signal import train_signal
 from miles_wan.config import Config
+from miles_wan.errors import MilesWanError, first_line
 from miles_wan.faults import reach
 from miles_wan.records import RewardInput, RolloutRequest, Sample, Score, TrainItem, TrainSignal, derived_seed
 from miles_wan.rollout.base import WeightPush
@@ -24,53 +26,113 @@ from miles_wan.weight_sync import verify_reports
 
 logger = logging.getLogger(__name__)
 
+_DEATH_SECONDS = 5.0
 
 def gather(references: Sequence[Any]) -> list[Any]:
-    """Results of all calls, in order; the first failure is raised at once, also while other ranks still wait for it."""
+    """Results of all calls, in order; the first failure is raised at once, also while other ranks still wait for it.
+
+    When a rank dies, a rank that talked to it may fail a moment earlier and without knowing why: the death is raised.
+    """
     pending = list(references)
     while pending:
         ready, pending = ray.wait(pending, num_returns=1)
-        ray.get(ready[0])
+        try:
+            ray.get(ready[0])
+        except ray.exceptions.RayTaskError as error:
+            if not isinstance(error, MilesWanError) and (death := _death(pending)) is not None:
+                raise death from error
+            raise
     return ray.get(list(references))
 
 
-class EnginePool:
-    """Spreads samples over the engines; yields each as it finishes."""
+@contextmanager
+def lost_workers_explained() -> Iterator[None]:
+    """Turns Ray's errors about processes that ended into a MilesWanError with the remedy."""
+    try:
+        yield
+    except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
+        raise MilesWanError(
+            f"a worker process of the run ended ({first_line(error)}); --resume latest continues the run"
+        ) from error
 
-    def __init__(self, engines: Sequence[Any], *, concurrency: int) -> None:
+
+def _death(pending: Sequence[Any], *, seconds: float = _DEATH_SECONDS) -> Exception | None:
+    """The end of an actor that one of these calls is waiting for, if it is known in time."""
+    deadline = time.monotonic() + seconds
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(deadline - time.monotonic(), 0))
+        if not ready:
+            return None
+        try:
+            ray.get(ready[0])
+        except ray.exceptions.RayActorError as death:
+            return death
+        except Exception:  # another rank that suffers from it
+            continue
+    return None
+
+
+class EnginePool:
+    """Spreads samples over the engines; yields each as it finishes.
+
+    Args:
+        concurrency: calls in flight for each engine.
+        samples_per_call: samples of one request in a call; no result depends on it.
+    """
+
+    def __init__(self, engines: Sequence[Any], *, concurrency: int, samples_per_call: int) -> None:
         self._engines = engines
         self._concurrency = concurrency
+        self._size = samples_per_call
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Sample]:
         """All samples of ``requests`` in any order. A result does not depend on the engine that made it."""
-        waiting = [(request, index) for request in requests for index in range(len(request.seeds))]
+        waiting = calls_of(requests, self._size)
         waiting.reverse()
         free = [engine for _ in range(self._concurrency) for engine in self._engines]  # in turn, so that none is idle
         conditionings: dict[int, Any] = {}
-        running: dict[Any, tuple[Any, RolloutRequest, int, Any, Any]] = {}
+        running: dict[Any, tuple[Any, RolloutRequest, tuple[int, ...], list[Any]]] = {}
         while waiting or running:
             while waiting and free:
-                request, index = waiting.pop()
+                request, indices = waiting.pop()
                 engine = free.pop(0)
-                call = engine.generate.options(num_returns=4)
-                frames, trajectory, conditioning, done = call.remote(request, index)
+                call = engine.generate.options(num_returns=2 * len(indices) + 2)
+                *results, conditioning, done = call.remote(request, indices)
                 conditionings.setdefault(request.group_index, conditioning)
-                running[done] = (engine, request, index, frames, trajectory)
+                running[done] = (engine, request, indices, results)
             ready, _ = ray.wait(list(running), num_returns=1)
-            engine, request, index, frames, trajectory = running.pop(ready[0])
+            engine, request, indices, results = running.pop(ready[0])
             ray.get(ready[0])
             free.append(engine)
-            if request.stochastic_steps:
-                reach("rollout/sample", request.rollout_id)
-            yield Sample(
-                record=request.record,
-                group_index=request.group_index,
-                sample_index=index,
-                seed=request.seeds[index],
-                frames=frames,
-                trajectory=trajectory,
-                conditioning=conditionings[request.group_index],
-            )
+            yield from samples_of(request, indices, results, conditionings[request.group_index])
+
+
+def calls_of(requests: Sequence[RolloutRequest], size: int) -> list[tuple[RolloutRequest, tuple[int, ...]]]:
+    """The calls that make all samples of ``requests``: at most ``size`` samples of one request each."""
+    return [
+        (request, tuple(range(len(request.seeds))[start : start + size]))
+        for request in requests
+        for start in range(0, len(request.seeds), size)
+    ]
+
+
+def samples_of(
+    request: RolloutRequest, indices: Sequence[int], results: Sequence[Any], conditioning: Any
+) -> Iterator[Sample]:
+    """The samples of one finished call; ``results`` are their frames and then their trajectories."""
+    count = len(indices)
+    for index, frames, trajectory in zip(indices, results[:count], results[count:], strict=True):
+        if request.keeps_trajectory:
+            reach("rollout/sample", request.rollout_id)
+        yield Sample(
+            record=request.record,
+            group_index=request.group_index,
+            sample_index=index,
+            seed=request.seeds[index],
+            frames=frames,
+            trajectory=trajectory,
+            conditioning=conditioning,
+        )
 
 
 class RewardPool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from miles_wan.cluster import lifeline
 from miles_wan.records import PromptRecord
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.rollout.sglang.settings import EngineSettings
 from miles_wan.tiny import TinyPaths
 
+RUN_ID = f"tests-{os.getpid()}"
 MODEL_ID = "Wan2.2-TI2V-5B-Diffusers"
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -59,7 +62,10 @@ def settings_for(model: Path, log_dir: Path, **changes: Any) -> EngineSettings:
 @pytest.fixture(scope="session")
 def engine(tiny_paths: TinyPaths, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[SGLangEngine]:
     """A real server: tensor parallel over two workers, float32, all hooks."""
-    engine = SGLangEngine(settings_for(tiny_paths.model, tmp_path_factory.mktemp("engine")))
+    folder = tmp_path_factory.mktemp("engine")
+    engine = SGLangEngine(settings_for(tiny_paths.model, folder, environment=((lifeline.MARKER, RUN_ID),)))
     engine.start()
     yield engine
     run(engine.close())
+    lifeline.remove_leftovers(RUN_ID, folder / "none", pids=set())
+    assert not list(Path("/dev/shm").glob(f"*{RUN_ID}*"))

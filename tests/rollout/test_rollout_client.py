@@ -79,7 +79,7 @@ def test_a_request_that_dies_with_a_worker_does_not_blame_its_record() -> None:
         (500, b'{"detail": "Connection closed by peer"}'),
         (503, b"Scheduler worker exited; restart the server."),
     ]
-    query = SampleQuery(request=make_request(RECORD), sample_index=0)
+    query = SampleQuery(request=make_request(RECORD), sample_indices=(0,))
     died = pytest.raises(EngineError, match=r"a worker of the engine .* died: Connection closed.*--resume latest")
     with server(lambda n: answers[min(n, 2) - 1]) as (url, _), died:
         asyncio.run(SGLangClient(url, alive).generate(query))
@@ -89,7 +89,7 @@ def test_a_request_that_dies_with_a_worker_does_not_blame_its_record() -> None:
     ("status", "detail"), [(400, "Invalid sampling params"), (422, "field required"), (500, "Truncated")]
 )
 def test_a_refusal_is_not_repeated_and_names_the_record(status: int, detail: str) -> None:
-    query = SampleQuery(request=make_request(RECORD), sample_index=0)
+    query = SampleQuery(request=make_request(RECORD), sample_indices=(0,))
     with server(lambda n: (status, f'{{"detail": "{detail}"}}'.encode())) as (url, asked):
         with pytest.raises(EngineError, match=rf"train\.jsonl:4: HTTP {status} {detail}"):
             asyncio.run(SGLangClient(url, alive).generate(query))
@@ -145,6 +145,20 @@ def test_a_slow_server_that_makes_progress_is_not_hanging() -> None:
 
     with server(one_at_a_time) as (url, _):
         assert len(asyncio.run(eight(url))) == 8  # 3.2 s in all, more than the time of one
+
+
+def test_a_request_for_several_videos_may_take_their_time() -> None:
+    def slow(_n: int) -> tuple[int, bytes]:
+        time.sleep(0.8)
+        return 200, b""
+
+    async def ask(url: str, videos: int) -> httpx.Response:
+        return await SGLangClient(url, alive, request_timeout=0.5).post("/x", {}, videos=videos)
+
+    with server(slow) as (url, _):
+        assert asyncio.run(ask(url, 4)).status_code == 200
+        with pytest.raises(EngineError, match="hangs"):
+            asyncio.run(ask(url, 1))
 
 
 def test_concurrency_is_bounded() -> None:

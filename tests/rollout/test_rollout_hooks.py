@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import pkgutil
+import secrets
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from miles_wan.rollout.sglang import plugin
+from miles_wan.cluster import lifeline
+from miles_wan.flow import shifted_sigmas
+from miles_wan.rollout.sglang import hooks, plugin
+from miles_wan.rollout.sglang.engine import _CONFIGS
 from miles_wan.rollout.sglang.plugin import HOOKS, Hook
 
 HOOK = {hook.name: hook for hook in HOOKS}
@@ -137,6 +143,95 @@ def test_sampled_log_prob_leaves_deterministic_steps_alone(apply: Any) -> None:
     given = controller(sde_step_indices=[0])
     given.miles_wan_given_frames = 1
     assert one_step(given, step=1)[0] == 0.0
+
+
+def test_separate_outputs(apply: Any) -> None:
+    """The engine's noise of two outputs at once: from the second step on it is not that of the seed alone."""
+    from sglang.multimodal_gen.configs.pipeline_configs import wan
+
+    shape = (2, *SHAPE[1:])
+    seeded = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+    both = controller(generator=seeded, latents_shape=shape)
+    alone = controller()
+    for _ in range(2):
+        noise = both._rollout_variance_noise(None, torch.zeros(shape))[0].clone()
+        expected = alone._rollout_variance_noise(None, torch.zeros(SHAPE))[0].clone()
+    assert not torch.equal(noise, expected)
+    configs = [getattr(wan, patch.target.split(".")[-2]) for patch in HOOK["separate_outputs"].patches]
+    assert {config.__name__ for config in configs} == set(_CONFIGS.values())
+    assert not any(config().supports_sequential_multi_output_inference() for config in configs)
+    apply(HOOK["separate_outputs"])
+    assert all(config().supports_sequential_multi_output_inference() for config in configs)
+
+
+def test_given_sigmas(apply: Any) -> None:
+    from sglang.multimodal_gen.runtime.models.schedulers.scheduling_flow_unipc_multistep import (
+        FlowUniPCMultistepScheduler,
+    )
+    from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+    from sglang.multimodal_gen.runtime.pipelines_core.stages import timestep_preparation
+
+    served = FlowUniPCMultistepScheduler(shift=5.0)
+    stage = timestep_preparation.TimestepPreparationStage.__new__(timestep_preparation.TimestepPreparationStage)
+    stage.scheduler, stage.prepare_extra_set_timesteps_kwargs = served, []
+    arguments = SimpleNamespace(pipeline_config=SimpleNamespace(prepare_sigmas=lambda sigmas, _steps: sigmas))
+
+    def grid(sigmas: list[float] | None) -> list[float]:
+        batch = Req(num_inference_steps=3, rollout=True)
+        batch.extra = {} if sigmas is None else {"diffusers_kwargs": {hooks.SIGMAS_KEY: sigmas}}
+        batch = stage.forward(batch, arguments)
+        torch.testing.assert_close(batch.timesteps, 1000 * batch.scheduler.sigmas[:-1])
+        return batch.scheduler.sigmas.tolist()
+
+    named = torch.tensor([1.0, 0.7, 0.3, 0.0]).tolist()
+    closed = grid(None)
+    assert closed == pytest.approx(shifted_sigmas(3, 5.0).tolist())
+    assert grid(named) == closed  # the fault: nobody reads it
+    apply(HOOK["given_sigmas"])
+    assert grid(named) == named
+    assert grid(None) == closed
+    with pytest.raises(ValueError, match="3 steps need as many sigmas and a last 0"):
+        grid([1.0, 0.5, 0.0])
+
+
+KILLED = """
+import sys, time
+from sglang.multimodal_gen.runtime import ipc_array
+from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
+from miles_wan.rollout.sglang.plugin import HOOKS
+
+if sys.argv[1] == "hooked":
+    [patch] = next(hook for hook in HOOKS if hook.name == "run_shared_memory").patches
+    ipc_array._array_ipc_dir = _wrap_fn(ipc_array._array_ipc_dir, patch.function, HookType(patch.kind))
+with ipc_array.array_ipc_request("tcp://127.0.0.1:1") as identity:
+    print(identity.decode(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_run_shared_memory(tmp_path: Path, hooked: bool) -> None:
+    run_id = f"tests-{secrets.token_hex(4)}"
+    command = [sys.executable, "-c", KILLED, "hooked" if hooked else "bare"]
+    environment = {**os.environ, lifeline.MARKER: run_id}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    folder = process.stdout.readlines(1)[-1].strip()
+    process.kill()
+    process.wait()
+    shared = Path("/dev/shm")
+    assert [path.parent.name for path in shared.rglob(folder)] == [f"sglang-{run_id}" if hooked else "shm"]
+    lifeline.remove_leftovers(run_id, tmp_path / "none", pids={process.pid})
+    left = list(shared.rglob(folder))
+    for path in left:
+        path.rmdir()
+    assert bool(left) is not hooked
+
+
+def test_a_server_outside_of_a_run_keeps_the_engines_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(lifeline.MARKER, raising=False)
+    assert hooks.RUN_VARIABLE == lifeline.MARKER
+    assert hooks.shared_memory_of_the_run("/dev/shm") is None
 
 
 def test_generator_noise(apply: Any) -> None:

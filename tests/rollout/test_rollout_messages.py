@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 from rollout_replay import make_request
 
-from miles_wan.errors import EngineError
+from miles_wan.errors import EngineError, InputError
 from miles_wan.flow import shifted_sigmas
 from miles_wan.records import PromptRecord
 from miles_wan.rollout.sglang.messages import SampleQuery, parse_answer, request_body
@@ -21,9 +21,11 @@ TEXT = PromptRecord(record_id="r", prompt="a bird")
 Answer = dict[str, Any]
 
 
-def query(record: PromptRecord = IMAGE, *, conditioning: bool = True, **changes: Any) -> SampleQuery:
-    request = make_request(record, **{"seeds": (7, 8), "stochastic_steps": (1, 2), **changes})
-    return SampleQuery(request=request, sample_index=1, return_conditioning=conditioning)
+def query(
+    record: PromptRecord = IMAGE, *, indices: tuple[int, ...] = (1,), conditioning: bool = True, **changes: Any
+) -> SampleQuery:
+    request = make_request(record, **{"seeds": (7, 8, 9), "stochastic_steps": (1, 2), **changes})
+    return SampleQuery(request, indices, return_conditioning=conditioning)
 
 
 def packed(array: np.ndarray) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def encoded(*answers: Answer) -> bytes:
 
 
 def test_a_good_answer_becomes_records() -> None:
-    output = parse_answer(encoded(answer()), query()).output
+    output = parse_answer(encoded(answer()), query())[0].output
     trajectory, conditioning = output.trajectory, output.conditioning
     assert (output.seed, output.seconds) == (8, 0.5)
     assert output.frames.shape == (5, 32, 32, 3)
@@ -82,8 +84,8 @@ def test_a_good_answer_becomes_records() -> None:
 
 def test_only_what_was_asked_for_is_kept() -> None:
     content = encoded(answer())
-    assert parse_answer(content, query(conditioning=False)).output.conditioning is None
-    text_only = parse_answer(content, query(TEXT, image=False)).output
+    assert parse_answer(content, query(conditioning=False))[0].output.conditioning is None
+    text_only = parse_answer(content, query(TEXT, image=False))[0].output
     assert text_only.conditioning is not None
     assert text_only.conditioning.condition_latent is None
     assert text_only.trajectory is not None
@@ -103,8 +105,9 @@ def with_nan(array: np.ndarray) -> np.ndarray:
 
 BAD = {
     "not msgpack": (b"\xc1", "not msgpack"),
-    "two videos": (encoded(answer(), answer()), "asked for one video, the engine sent a list of 2"),
-    "an error page": (msgpack.packb({"detail": "x"}), "asked for one video, the engine sent dict"),
+    "two videos": (encoded(answer(), answer()), r"asked for 1 videos, seeds \(8,\); the engine sent a list of 2"),
+    "no map": (msgpack.packb(["x"]), r"asked for 1 videos, seeds \(8,\); the engine sent a list of 1"),
+    "an error page": (msgpack.packb({"detail": "x"}), r"asked for 1 videos, seeds \(8,\); the engine sent dict"),
     "another seed": (broken(lambda a: a.update(seed=7)), "asked for seed 8, the engine answered for seed 7"),
     "float frames": (
         broken(lambda a: a.update(generated_output=packed(np.ones((3, 5, 32, 32), np.float32)))),
@@ -123,7 +126,7 @@ BAD = {
     ),
     "nan latent": (
         broken(lambda a: a["dit_trajectory"].update(latents=packed(with_nan(latents())))),
-        "latents: 1 of 1152 values are not finite",
+        "seed 8: latents: 1 of 1152 values are not finite",
     ),
     "half latents": (
         broken(lambda a: a["dit_trajectory"].update(latents=packed(latents().astype(np.float16)))),
@@ -154,6 +157,86 @@ BAD = {
 def test_a_bad_answer_is_refused(content: bytes, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         parse_answer(content, query())
+
+
+def of_another_seed() -> Answer:
+    """The second output of a request for seeds 8 and 9: SGLang repeats the first seed, and a leading 1 may stay."""
+    value = answer()
+    value["dit_trajectory"]["latents"] = packed(latents() + 1)
+    return value
+
+
+def test_several_answers_are_in_the_order_of_their_seeds() -> None:
+    first, second = parse_answer(encoded(answer(), of_another_seed()), query(indices=(1, 2)))
+    assert (first.output.seed, second.output.seed) == (8, 9)
+    assert first.output.trajectory is not None
+    assert second.output.trajectory is not None
+    assert (first.output.trajectory.seed, second.output.trajectory.seed) == (8, 9)
+    np.testing.assert_array_equal(second.output.trajectory.latents, first.output.trajectory.latents + 1)
+    assert first.output.conditioning is not None
+    assert second.output.conditioning is None
+    assert first.output.seconds == 0.25  # of the 0.5 for both
+
+
+def test_what_is_wrong_with_one_of_several_answers_names_its_seed() -> None:
+    bad = of_another_seed()
+    bad["dit_trajectory"]["latents"] = packed(with_nan(latents()))
+    with pytest.raises(EngineError, match="seed 9: latents: 1 of 1152 values are not finite"):
+        parse_answer(encoded(answer(), bad), query(indices=(1, 2)))
+    with pytest.raises(EngineError, match=r"asked for 2 videos, seeds \(8, 9\); the engine sent a list of 1"):
+        parse_answer(encoded(answer()), query(indices=(1, 2)))
+
+
+def test_the_final_latent_is_kept_if_asked_for() -> None:
+    value = answer()
+    value["dit_trajectory"]["latents"] = packed(np.concatenate([latents(), latents()[:1] + 5]))
+    [got] = parse_answer(encoded(value), query(keep_final=True))
+    assert got.output.trajectory is not None
+    np.testing.assert_array_equal(got.output.trajectory.final_latent, latents()[0] + 5)
+    np.testing.assert_array_equal(got.output.trajectory.latents, np.stack([latents()[:2], latents()[1:]]))
+
+
+def test_a_rollout_of_a_final_latent_alone_has_no_steps() -> None:
+    value = answer() | {"rollout_log_probs": packed(np.zeros(6, np.float32))}
+    value["dit_trajectory"]["latents"] = packed(latents()[:1])
+    asked = query(keep_final=True, stochastic_steps=())
+    output = parse_answer(encoded(value), asked)[0].output
+    assert request_body(asked)["rollout_return_step_indices"] == [6]
+    assert output.trajectory is not None
+    assert (output.trajectory.latents.shape, output.trajectory.log_probs.shape) == ((0, 2, 48, 2, 2, 2), (0,))
+    np.testing.assert_array_equal(output.trajectory.final_latent, latents()[0])
+    assert output.conditioning is not None
+    np.testing.assert_array_equal(output.conditioning.condition_latent, latents()[0][:, :1])
+    assert parse_answer(encoded(value), query(stochastic_steps=()))[0].output.trajectory is None
+
+
+def test_a_grid_that_is_not_the_named_one_is_refused() -> None:
+    named = query(sigmas=(1.0, 0.9, 0.8, 0.5, 0.3, 0.1, 0.0))
+    assert request_body(named)["extra_sampling_params"] == {
+        "diffusers_kwargs": {"miles_wan_sigmas": [1.0, 0.9, 0.8, 0.5, 0.3, 0.1, 0.0]}
+    }
+    with pytest.raises(EngineError, match=r"asked for \[1.0, 0.9.*the engine used \[1.0, 0.9"):
+        parse_answer(encoded(answer()), named)
+
+
+def test_a_sampler_that_the_engine_lacks_is_bad_input() -> None:
+    for kind in ("dance_sde", "flow_grpo_wan"):
+        with pytest.raises(InputError, match=f"{kind} is none of SGLang's .*needs rollout.engine: local"):
+            query(kind=kind)
+        query(kind=kind, stochastic_steps=())  # nothing of it is used
+
+
+def test_one_seed_is_asked_for_as_such_and_several_as_a_list() -> None:
+    assert "extra_sampling_params" not in request_body(query())
+    body = request_body(query(indices=(2, 0)))
+    assert (body["seed"], body["num_outputs_per_prompt"]) == (9, 2)
+    assert body["extra_sampling_params"] == {"seed": [9, 7]}
+
+
+def test_squared_error_of_cps_is_asked_for_without_constants() -> None:
+    assert request_body(query(kind="cps", cps_log_prob="squared_error"))["rollout_log_prob_no_const"]
+    assert not request_body(query(kind="cps"))["rollout_log_prob_no_const"]
+    assert not request_body(query(cps_log_prob="squared_error"))["rollout_log_prob_no_const"]  # flow_sde has one law
 
 
 def test_the_body_asks_for_the_kept_steps_and_cpu_noise() -> None:

@@ -45,6 +45,8 @@ pytestmark = pytest.mark.e2e
 
 LEFT_OUT = (
     "requested_size",
+    "separate_outputs",
+    "given_sigmas",
     "sampled_log_prob",
     "float32_transition",
     "float32_timestep",
@@ -88,18 +90,26 @@ def _belongs(pid: int, session: int) -> bool:
 @pytest.fixture(scope="module")
 def raw(unhooked: Unhooked, run: Run) -> dict[str, Any]:
     """The answer to the request that checks a started engine, not yet checked."""
-    response = run(unhooked.client.post("/rollout/generate", request_body(canary_query(5.0, with_image=True))))
+    response = run(unhooked.client.post("/rollout/generate", request_body(first_of_canary(with_image=True))))
     return msgpack.unpackb(response.content)[0]
 
 
-def parsed_as_if_asked(raw: dict[str, Any]) -> Answer:
+def first_of_canary(*, with_image: bool) -> SampleQuery:
+    return replace(canary_query(5.0, with_image=with_image), sample_indices=(0,))
+
+
+def parsed_as_if_asked(raw: dict[str, Any]) -> list[Answer]:
     """The answer, with frames as bytes and the size that came taken for the size that was asked."""
     frames = decode_tensor(raw["generated_output"], "frames")
-    query = canary_query(5.0, with_image=True)
+    query = first_of_canary(with_image=True)
     sampling = replace(query.request.sampling, height=frames.shape[2], width=frames.shape[3])
-    query = SampleQuery(request=replace(query.request, sampling=sampling), sample_index=0, debug=True)
-    content = msgpack.packb([raw | {"generated_output": packed((frames * 255).astype(np.uint8))}])
-    return parse_answer(content, query)
+    query = replace(query, request=replace(query.request, sampling=sampling))
+    return parse_answer(msgpack.packb([as_bytes(raw)]), query)
+
+
+def as_bytes(raw: dict[str, Any]) -> dict[str, Any]:
+    frames = decode_tensor(raw["generated_output"], "frames")
+    return raw | {"generated_output": packed((frames * 255).astype(np.uint8))}
 
 
 def test_the_server_says_which_hooks_are_left_out(unhooked: Unhooked) -> None:
@@ -109,13 +119,36 @@ def test_the_server_says_which_hooks_are_left_out(unhooked: Unhooked) -> None:
 
 def test_without_uint8_frames_the_answer_is_refused(raw: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="its uint8_frames hook is not active"):
-        parse_answer(msgpack.packb([raw]), canary_query(5.0, with_image=True))
+        parse_answer(msgpack.packb([raw]), first_of_canary(with_image=True))
 
 
 def test_without_requested_size_the_answer_is_refused(raw: dict[str, Any]) -> None:
     frames = (decode_tensor(raw["generated_output"], "frames") * 255).astype(np.uint8)
     with pytest.raises(EngineError, match="asked for 64x32 and 5 frames"):
-        parse_answer(msgpack.packb([raw | {"generated_output": packed(frames)}]), canary_query(5.0, with_image=True))
+        parse_answer(msgpack.packb([raw | {"generated_output": packed(frames)}]), first_of_canary(with_image=True))
+
+
+def test_without_separate_outputs_two_of_an_image_fail(unhooked: Unhooked, run: Run) -> None:
+    response = run(unhooked.client.post("/rollout/generate", request_body(canary_query(5.0, with_image=True))))
+    assert response.status_code == 500
+
+
+def test_without_separate_outputs_the_check_after_start_fails(unhooked: Unhooked, run: Run) -> None:
+    query = canary_query(5.0, with_image=False)
+    response = run(unhooked.client.post("/rollout/generate", request_body(query)))
+    samples = [as_bytes(sample) for sample in msgpack.unpackb(response.content)]
+    with pytest.raises(EngineError, match="its separate_outputs or generator_noise hook is not in effect"):
+        check_canary(parse_answer(msgpack.packb(samples), query), with_image=False)
+
+
+def test_without_given_sigmas_the_answer_is_refused(unhooked: Unhooked, run: Run) -> None:
+    query = first_of_canary(with_image=False)
+    sampling = replace(query.request.sampling, sigmas=(1.0, 0.8, 0.4, 0.0))
+    query = replace(query, request=replace(query.request, sampling=sampling))
+    response = run(unhooked.client.post("/rollout/generate", request_body(query)))
+    samples = [as_bytes(sample) for sample in msgpack.unpackb(response.content)]
+    with pytest.raises(EngineError, match=r"sigma grid: asked for \[1.0, 0.8, 0.4, 0.0\], the engine used"):
+        parse_answer(msgpack.packb(samples), query)
 
 
 def test_without_sampled_log_prob_the_check_after_start_fails(raw: dict[str, Any]) -> None:
@@ -164,7 +197,7 @@ def test_an_engine_with_a_hook_left_out_is_refused(tiny_paths: TinyPaths, unhook
 
 def slow_query(record: PromptRecord) -> SampleQuery:
     """Without an image, of many steps: it is still running when the server is hurt."""
-    return SampleQuery(request=make_request(record, image=False, num_inference_steps=400), sample_index=0)
+    return SampleQuery(request=make_request(record, image=False, num_inference_steps=400), sample_indices=(0,))
 
 
 def test_a_stopped_server_hangs_and_that_is_told(unhooked: Unhooked, record: PromptRecord, run: Run) -> None:

@@ -47,24 +47,24 @@ def test_pushed_adapters_are_what_the_engine_computes_with(
     engine: SGLangEngine, transformer: Any, record: PromptRecord, run: Any
 ) -> None:
     request = make_request(record)
-    base = run(engine.generate(request, 0)).trajectory
+    base = run(engine.generate(request, [0]))[0].trajectory
     first, second = random_adapter(transformer, 1), random_adapter(transformer, 2)
 
     report = run(push(engine, first, version=5))
     assert (report.tensors, report.layer_prefixes, report.unmapped, report.policy_version) == (40, 20, 0, 5)
     assert report.bytes == sum(tensor.numel() * 4 for tensor in first.values())
-    output = run(engine.generate(request, 0, return_conditioning=True))
+    output = run(engine.generate(request, [0], return_conditioning=True))[0]
     assert np.abs(output.trajectory.latents - base.latents).max() > 1e-3
     replayed = replayed_log_probs(merged(transformer, first), output.trajectory, output.conditioning, guidance=3.0)
     np.testing.assert_allclose(output.trajectory.log_probs, replayed.numpy(), atol=1e-5)
 
     run(push(engine, second))  # replaces, does not add
-    output = run(engine.generate(request, 0, return_conditioning=True))
+    output = run(engine.generate(request, [0], return_conditioning=True))[0]
     replayed = replayed_log_probs(merged(transformer, second), output.trajectory, output.conditioning, guidance=3.0)
     np.testing.assert_allclose(output.trajectory.log_probs, replayed.numpy(), atol=1e-5)
 
     run(push(engine, zeroed(first)))
-    np.testing.assert_array_equal(run(engine.generate(request, 0)).trajectory.latents, base.latents)
+    np.testing.assert_array_equal(run(engine.generate(request, [0]))[0].trajectory.latents, base.latents)
 
 
 def test_the_parity_gap_shows_one_perturbed_tensor(
@@ -74,7 +74,7 @@ def test_the_parity_gap_shows_one_perturbed_tensor(
     ours = dict(pushed)
     ours["blocks.1.ffn.net.2.lora_B.weight"] = ours["blocks.1.ffn.net.2.lora_B.weight"] + 0.2
     run(push(engine, pushed))
-    output = run(engine.generate(make_request(record), 0, return_conditioning=True))
+    output = run(engine.generate(make_request(record), [0], return_conditioning=True))[0]
     run(push(engine, zeroed(pushed)))
     replayed = replayed_log_probs(merged(transformer, ours), output.trajectory, output.conditioning, guidance=3.0)
     assert np.abs(output.trajectory.log_probs - replayed.numpy()).max() > 1e-4

@@ -1,4 +1,4 @@
-"""One small video that proves a started engine. In: an answer with the engine's own noises. Out: nothing, or an EngineError
+"""Two small videos that prove a started engine. In: answers with the engine's own noises. Out: nothing, or an EngineError
 that names the hook at fault. SGLang only logs a hook that it cannot apply and then serves without it: only what it
 computes can show that.
 """
@@ -8,20 +8,23 @@ from __future__ import annotations
 import base64
 import io
 import math
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 from PIL import Image
 
 from miles_wan.errors import EngineError
-from miles_wan.records import PromptRecord, RolloutRequest, SamplingSettings
-from miles_wan.rollout.sglang.messages import Answer, SampleQuery
+from miles_wan.records import Float32, PromptRecord, RolloutRequest, SamplingSettings
+from miles_wan.rollout.sglang.messages import Answer, DebugTensors, SampleQuery
 
 _TOLERANCE = 1e-4
 _WIDTH, _HEIGHT = 64, 32
+_STEPS = (0, 1)  # the second shows what the generator was used for in the first
 
 
 def canary_query(flow_shift: float, *, with_image: bool) -> SampleQuery:
-    """Two steps, the first stochastic, of a video smaller than its (square) first image."""
+    """Two outputs of three steps, two of them stochastic, smaller than their (square) first image."""
     record = PromptRecord(
         record_id="canary",
         prompt="a bird",
@@ -33,43 +36,65 @@ def canary_query(flow_shift: float, *, with_image: bool) -> SampleQuery:
         height=_HEIGHT,
         num_frames=5,
         fps=8,
-        num_inference_steps=2,
+        num_inference_steps=3,
         guidance_scale=1.0,
         flow_shift=flow_shift,
     )
     request = RolloutRequest(
         record=record,
-        seeds=(1,),
+        seeds=(1, 5),
         sampling=sampling,
-        stochastic_steps=(0,),
+        stochastic_steps=_STEPS,
         policy_version=0,
         rollout_id=0,
         group_index=0,
     )
-    return SampleQuery(request=request, sample_index=0, debug=True)
+    return SampleQuery(request=request, sample_indices=(0, 1), debug=True)
 
 
-def check_canary(answer: Answer, *, with_image: bool) -> None:
-    """Whether states and log-prob follow from the engine's noise by the formulas of MATH. Raises EngineError."""
-    if answer.debug is None:
-        raise EngineError("the check after start needs the engine's debug tensors")
-    given = 1 if with_image else 0
-    noise, std = answer.debug.noises[0], float(answer.debug.stds[0])
+def check_canary(answers: Sequence[Answer], *, with_image: bool) -> None:
+    """Whether noise follows from the seed, and states and log-prob from the noise by the formulas of MATH.
+
+    Raises:
+        EngineError: they do not; it names the hook.
+    """
+    for answer in answers:
+        if answer.debug is None:
+            raise EngineError("the check after start needs the engine's debug tensors")
+        _check_noise(answer.debug.noises, answer.output.seed)
+        for step in _STEPS:
+            _check_step(answer, answer.debug, step=step, given=1 if with_image else 0)
+
+
+def _check_noise(noises: Float32, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, *noises.shape[1:])
+    torch.randn(shape, generator=generator)  # the state of step 0
+    for step in _STEPS:
+        if not np.array_equal(noises[step], torch.randn(shape, generator=generator)[0].numpy()):
+            raise EngineError(
+                f"the engine's noise of seed {seed} in step {step} is not what the seed gives: "
+                "its separate_outputs or generator_noise hook is not in effect"
+            )
+
+
+def _check_step(answer: Answer, debug: DebugTensors, *, step: int, given: int) -> None:
+    noise, std = debug.noises[step], float(debug.stds[step])
     sampled = noise[:, given:].astype(np.float64)
     expected = -float(np.mean(sampled**2)) / 2 - math.log(std) - math.log(math.sqrt(2 * math.pi))
-    served = float(answer.log_probs[0])
+    served = float(answer.log_probs[step])
     if abs(expected - served) > _TOLERANCE:
         raise EngineError(
             f"the engine's log-prob is {served:.6f}, over the sampled frames it is {expected:.6f}: "
             "its sampled_log_prob hook is not in effect"
         )
-    state = answer.debug.means[0] + answer.debug.noises[0] * answer.debug.stds[0]
-    gap = float(np.abs(answer.states[1] - state)[:, given:].max())
+    state = debug.means[step] + noise * std
+    gap = float(np.abs(answer.states[step + 1] - state)[:, given:].max())
     if gap > _TOLERANCE * max(1.0, float(np.abs(state).max())):
         raise EngineError(
             f"the engine's next state differs from mean + std * noise by {gap:.1e}: its float32_transition hook is not in effect"
         )
-    if given and not np.array_equal(answer.states[0][:, 0], answer.states[1][:, 0]):
+    if given and not np.array_equal(answer.states[step][:, 0], answer.states[step + 1][:, 0]):
         raise EngineError("the engine changed latent frame 0, which the image gives")
 
 

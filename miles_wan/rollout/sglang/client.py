@@ -28,8 +28,8 @@ class _Retry(Exception):
 class SGLangClient:
     """A client with at most ``concurrency`` requests in flight.
 
-    ``request_timeout`` is seconds without any request finishing while some are in flight: the server works on one at a
-    time, so that is the time of one video. ``failure`` returns why the process has ended, None while it runs.
+    ``request_timeout`` is seconds for one video. The server works on one request at a time, so it hangs if none finishes
+    within the time of the largest in flight. ``failure`` returns why the process has ended, None while it runs.
     """
 
     def __init__(
@@ -40,27 +40,30 @@ class SGLangClient:
         self._concurrency = concurrency
         self._timeout = request_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._in_flight = 0
+        self._in_flight: list[int] = []  # videos of each request
         self._last_progress = 0.0
 
-    async def generate(self, query: SampleQuery) -> Answer:
-        """The checked answer to one sample. Raises EngineError."""
-        response = await self.post(GENERATE_PATH, request_body(query))
+    async def generate(self, query: SampleQuery) -> list[Answer]:
+        """The checked answers to all samples of a query, in order. Raises EngineError."""
+        response = await self.post(GENERATE_PATH, request_body(query), videos=len(query.sample_indices))
         if response.status_code != 200:
             source = query.request.record.source or query.request.record.record_id
             raise EngineError(f"the engine refused {source}: HTTP {response.status_code} {reason(response)}")
         return parse_answer(response.content, query)
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+    async def post(self, path: str, body: Mapping[str, Any], *, videos: int = 1) -> httpx.Response:
         """Send and return the answer, whatever its status. Transport faults and a server that warms up are retried.
+
+        Args:
+            videos: how many the request asks for; it may take the time of so many.
 
         Raises EngineError if the server died, cannot be reached, or hangs.
         """
-        return await self._watched(lambda: self._http.post(path, json=body))
+        return await self._watched(lambda: self._http.post(path, json=body), videos=videos)
 
     async def get(self, path: str) -> httpx.Response:
         """As ``post``, without a body."""
-        return await self._watched(lambda: self._http.get(path))
+        return await self._watched(lambda: self._http.get(path), videos=1)
 
     async def close(self) -> None:
         """Close the connections of the running loop."""
@@ -68,31 +71,33 @@ class SGLangClient:
             await self._http.aclose()
         self._loop = None
 
-    async def _watched(self, send: Callable[[], Coroutine[Any, Any, httpx.Response]]) -> httpx.Response:
+    async def _watched(self, send: Callable[[], Coroutine[Any, Any, httpx.Response]], *, videos: int) -> httpx.Response:
         self._use_running_loop()
         async with self._slots:
-            if self._in_flight == 0:
+            if not self._in_flight:
                 self._last_progress = time.monotonic()
-            self._in_flight += 1
+            self._in_flight.append(videos)
             task = asyncio.ensure_future(self._retried(send))
             try:
                 return await self._first_of_answer_or_timeout(task)
             finally:
                 task.cancel()
-                self._in_flight -= 1
+                self._in_flight.remove(videos)
                 self._last_progress = time.monotonic()
 
     async def _first_of_answer_or_timeout(self, task: asyncio.Task[httpx.Response]) -> httpx.Response:
         while True:
+            videos = max(self._in_flight)
+            allowed = self._timeout * videos
             waited = time.monotonic() - self._last_progress
-            done, _ = await asyncio.wait({task}, timeout=max(self._timeout - waited, 0.01))
+            if waited >= allowed:
+                raise EngineError(
+                    f"the engine at {self._url} hangs: no request finished in {allowed:g} s (rollout.request_timeout"
+                    f"{f' for {videos} videos' if videos > 1 else ''}), {len(self._in_flight)} in flight"
+                )
+            done, _ = await asyncio.wait({task}, timeout=allowed - waited)
             if done:
                 return task.result()
-            if time.monotonic() - self._last_progress >= self._timeout:
-                raise EngineError(
-                    f"the engine at {self._url} hangs: no request finished in {self._timeout:g} s "
-                    f"(rollout.request_timeout), {self._in_flight} in flight"
-                )
 
     async def _retried(self, send: Callable[[], Coroutine[Any, Any, httpx.Response]]) -> httpx.Response:
         policy = AsyncRetrying(
@@ -147,7 +152,7 @@ class SGLangClient:
             self._http = httpx.AsyncClient(
                 base_url=self._url, trust_env=False, timeout=httpx.Timeout(None, connect=10.0)
             )
-            self._in_flight = 0
+            self._in_flight = []
 
 
 def reason(response: httpx.Response) -> str:

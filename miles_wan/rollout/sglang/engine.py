@@ -65,15 +65,21 @@ class SGLangEngine:
         return info
 
     async def generate(
-        self, request: RolloutRequest, sample_index: int, *, return_conditioning: bool = False
-    ) -> RolloutOutput:
-        """The video of ``request.seeds[sample_index]``; with the conditioning of its record if asked. Raises EngineError."""
-        query = SampleQuery(request=request, sample_index=sample_index, return_conditioning=return_conditioning)
-        return (await self._started.generate(query)).output
+        self, request: RolloutRequest, sample_indices: Sequence[int], *, return_conditioning: bool = False
+    ) -> list[RolloutOutput]:
+        """The videos of ``request.seeds[i]`` for every i of ``sample_indices``, in that order, in one engine request; the
+        first with the conditioning of their record if asked.
 
-    async def generate_debug(self, request: RolloutRequest, sample_index: int) -> Answer:
+        Raises:
+            EngineError: the engine refused, died, hangs or answered something else.
+            InputError: SGLang lacks the sampler.
+        """
+        query = SampleQuery(request, tuple(sample_indices), return_conditioning=return_conditioning)
+        return [answer.output for answer in await self._started.generate(query)]
+
+    async def generate_debug(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
         """As ``generate``, with the conditioning and what the engine did in every step: for comparisons, it is large."""
-        query = SampleQuery(request=request, sample_index=sample_index, return_conditioning=True, debug=True)
+        query = SampleQuery(request, tuple(sample_indices), return_conditioning=True, debug=True)
         return await self._started.generate(query)
 
     async def apply_weights(self, push: WeightPush) -> SyncReport:

@@ -5,12 +5,17 @@ runs, because this file is loaded while the engine is still choosing its platfor
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Args = tuple[tuple[Any, ...], dict[str, Any]]
+
+SIGMAS_KEY = "miles_wan_sigmas"  # in a request's diffusers_kwargs, which reach a stage untouched
+RUN_VARIABLE = "MILES_WAN_RUN_ID"  # the launcher's: what bears its value is removed when the run ends
 
 _requested = threading.local()
 _VISUAL_STREAM = "visual"
@@ -37,6 +42,28 @@ def requested_output_size(
     if size[0] % step_w or size[1] % step_h:
         raise ValueError(f"requested size {size[0]}x{size[1]} is not a multiple of {step_w}x{step_h} pixels")
     return size
+
+
+def one_output_at_a_time(_config: Any) -> bool:
+    """Instead of ``supports_sequential_multi_output_inference``: several outputs are computed as so many requests."""
+    return True
+
+
+def given_sigmas(stage: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before ``TimestepPreparationStage.forward``: the grid that the request names, number by number. The stage leaves a
+    request alone that has its timesteps."""
+    sigmas = (batch.extra.get("diffusers_kwargs") or {}).get(SIGMAS_KEY)
+    if sigmas is None:
+        return
+    from sglang.multimodal_gen.runtime.distributed import get_local_torch_device
+    from sglang.multimodal_gen.runtime.post_training.rollout_scheduler import get_or_create_rollout_request_scheduler
+
+    if len(sigmas) != batch.num_inference_steps + 1 or sigmas[-1] != 0:
+        raise ValueError(f"{batch.num_inference_steps} steps need as many sigmas and a last 0, not {sigmas}")
+    scheduler = get_or_create_rollout_request_scheduler(batch, stage.scheduler, isolate=True)
+    scheduler.set_shift(1.0)
+    scheduler.set_timesteps(sigmas=sigmas[:-1], device=get_local_torch_device())
+    batch.timesteps = scheduler.timesteps
 
 
 def mark_conditioned_rollout(_result: None, *, batch: Any, pipeline_config: Any, **_kwargs: Any) -> None:
@@ -112,6 +139,18 @@ def uint8_frames(request_id: str, prompt: str, seed: int, rollout: bool, result:
 
     if isinstance(result.output, torch.Tensor) and result.output.is_floating_point():
         result.output = result.output.mul(255.0).round_().clamp_(0, 255).to(torch.uint8)
+
+
+def shared_memory_of_the_run(directory: str | None) -> str | None:
+    """After ``_array_ipc_dir``: a folder of the run, which goes with it also when the engine is killed."""
+    run_id = os.environ.get(RUN_VARIABLE)
+    if directory is None or not run_id:
+        return None
+    folder = os.path.join(directory, f"sglang-{run_id}")
+    with contextlib.suppress(OSError):  # no space: the engine has a way without
+        os.makedirs(folder, exist_ok=True)
+        return folder
+    return None
 
 
 def own_adapter(layer: Any, A: Any, B: Any, *args: Any, **kwargs: Any) -> Args:

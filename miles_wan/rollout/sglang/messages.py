@@ -1,6 +1,6 @@
-"""The wire format of SGLang's rollout route. In: one sample to generate, or the bytes of an answer. Out: the request body,
-or a checked ``RolloutOutput``. No network here. Whatever the answer lacks, changes or adds is an EngineError that names
-what was asked and what came.
+"""The wire format of SGLang's rollout route. In: samples of one request to generate, or the bytes of an answer. Out: the
+request body, or checked ``RolloutOutput``s. No network here. Whatever the answer lacks, changes or adds is an EngineError
+that names what was asked and what came.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from miles_wan.errors import EngineError
-from miles_wan.flow import shifted_sigmas
-from miles_wan.records import Conditioning, Float32, RolloutOutput, RolloutRequest, Trajectory, UInt8
+from miles_wan.errors import EngineError, InputError
+from miles_wan.flow import explicit_sigmas, shifted_sigmas
+from miles_wan.records import Conditioning, Float32, RolloutOutput, RolloutRequest, SamplingSettings, Trajectory, UInt8
+from miles_wan.rollout.sglang.hooks import SIGMAS_KEY
 
 _SDE_TYPES = {"flow_sde": "sde", "cps": "cps", "ode": "ode"}
 _SIGMA_TOLERANCE = 1e-6
@@ -24,16 +25,29 @@ _SIGMA_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """One seed of a request, and what should come back with it. ``debug`` adds the engine's own noises and means."""
+    """Seeds of a request, and what should come back with each. ``debug`` adds the engine's own noises and means.
+
+    Raises:
+        InputError: SGLang has no such sampler.
+    """
 
     request: RolloutRequest
-    sample_index: int
+    sample_indices: tuple[int, ...]
     return_conditioning: bool = False
     debug: bool = False
 
+    def __post_init__(self) -> None:
+        kind = self.request.sampling.kind
+        if self.request.stochastic_steps and kind not in _SDE_TYPES:
+            raise InputError(
+                [
+                    f"rollout.sampler: {kind} is none of SGLang's ({', '.join(_SDE_TYPES)}); it needs rollout.engine: local"
+                ]
+            )
+
     @property
-    def seed(self) -> int:
-        return self.request.seeds[self.sample_index]
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(self.request.seeds[index] for index in self.sample_indices)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -42,9 +56,12 @@ class SampleQuery:
 
     @property
     def returned_states(self) -> tuple[int, ...]:
-        """Indices of the states to return: both ends of every kept step, or the last state if none is kept."""
-        ends = {index for step in self.steps for index in (step, step + 1)}
-        return tuple(sorted(ends)) or (self.request.sampling.num_inference_steps,)
+        """Indices of the states to return: both ends of every kept step, and the last one if it is asked for or no
+        step is kept."""
+        indices = {index for step in self.steps for index in (step, step + 1)}
+        if self.request.keep_final or not self.steps:
+            indices.add(self.request.sampling.num_inference_steps)
+        return tuple(sorted(indices))
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,7 @@ class DebugTensors:
 
 @dataclass(frozen=True)
 class Answer:
-    """A checked answer; ``states`` maps state index to latent [C, F, h, w], ``log_probs`` [N] holds every step."""
+    """The checked answer for one seed; ``states`` maps state index to latent [C, F, h, w], ``log_probs`` [N] holds every step."""
 
     output: RolloutOutput
     states: Mapping[int, Float32]
@@ -72,21 +89,23 @@ def request_body(query: SampleQuery) -> dict[str, Any]:
     """The JSON body of ``POST /rollout/generate``. Noise is drawn on the CPU so that it depends on the seed alone."""
     record, sampling = query.request.record, query.request.sampling
     kind = _SDE_TYPES[sampling.kind] if query.steps else "ode"
+    # "No const" is -(y - mean)^2 alone; SGLang wants it for a deterministic rollout too, which has no density.
+    without_density = kind == "ode" or (kind == "cps" and sampling.cps_log_prob == "squared_error")
     body: dict[str, Any] = {
         "prompt": record.prompt,
-        "seed": query.seed,
+        "seed": query.seeds[0],
         "generator_device": "cpu",
         "width": sampling.width,
         "height": sampling.height,
         "num_frames": sampling.num_frames,
         "fps": sampling.fps,
         "num_inference_steps": sampling.num_inference_steps,
-        "num_outputs_per_prompt": 1,
+        "num_outputs_per_prompt": len(query.seeds),
         "guidance_scale": sampling.guidance_scale,
         "rollout": True,
         "rollout_sde_type": kind,
         "rollout_noise_level": sampling.noise_level,
-        "rollout_log_prob_no_const": kind == "ode",  # a deterministic rollout has no density, SGLang wants to be told
+        "rollout_log_prob_no_const": without_density,
         "rollout_sde_step_indices": list(query.steps),
         "rollout_return_step_indices": list(query.returned_states),
         "rollout_return_dit_trajectory": True,
@@ -98,26 +117,42 @@ def request_body(query: SampleQuery) -> dict[str, Any]:
         body["negative_prompt"] = record.negative_prompt
     if record.image_path is not None:
         body["image_path"] = [record.image_path]
+    extra: dict[str, Any] = {}
+    if len(query.seeds) > 1:
+        extra["seed"] = list(query.seeds)  # else output i would get the first seed + i
+    if sampling.sigmas is not None:
+        extra["diffusers_kwargs"] = {SIGMAS_KEY: list(sampling.sigmas)}
+    if extra:
+        body["extra_sampling_params"] = extra
     return body
 
 
-def parse_answer(content: bytes, query: SampleQuery) -> Answer:
-    """Decode and check the answer to ``query``. Raises EngineError."""
-    sample = _only_sample(content)
+def parse_answer(content: bytes, query: SampleQuery) -> list[Answer]:
+    """Decode and check the answer to ``query``, one for each of its samples in order. Raises EngineError."""
+    answers = []
+    for number, (seed, sample) in enumerate(zip(query.seeds, _samples(content, query), strict=True)):
+        try:
+            answers.append(
+                _answer(sample, query, seed=seed, with_conditioning=query.return_conditioning and number == 0)
+            )
+        except EngineError as error:
+            raise EngineError(f"seed {seed}: {error}") from error
+    return answers
+
+
+def _answer(sample: Mapping[str, Any], query: SampleQuery, *, seed: int, with_conditioning: bool) -> Answer:
     sampling = query.request.sampling
-    if sample.get("seed") != query.seed:
-        raise EngineError(f"asked for seed {query.seed}, the engine answered for seed {sample.get('seed')}")
     frames = _frames(sample, query)
     trajectory = _required(sample, "dit_trajectory")
-    sigmas = _sigmas(trajectory, num_steps=sampling.num_inference_steps, flow_shift=sampling.flow_shift)
+    sigmas = _sigmas(trajectory, sampling)
     states = _states(trajectory, query)
     log_probs = _log_probs(sample, query)
     output = RolloutOutput(
-        seed=query.seed,
+        seed=seed,
         frames=frames,
-        trajectory=_trajectory(query, states, log_probs=log_probs, sigmas=sigmas),
-        conditioning=_conditioning(sample, query, states) if query.return_conditioning else None,
-        seconds=float(sample.get("inference_time_s") or 0.0),
+        trajectory=_trajectory(query, states, log_probs=log_probs, sigmas=sigmas, seed=seed),
+        conditioning=_conditioning(sample, query, states) if with_conditioning else None,
+        seconds=float(sample.get("inference_time_s") or 0.0) / len(query.seeds),
     )
     debug = _debug(sample, sampling.num_inference_steps) if query.debug else None
     return Answer(output=output, states=states, log_probs=log_probs, sigmas=sigmas, debug=debug)
@@ -136,15 +171,19 @@ def decode_tensor(value: Any, name: str) -> NDArray[Any]:
     return array
 
 
-def _only_sample(content: bytes) -> Mapping[str, Any]:
+def _samples(content: bytes, query: SampleQuery) -> list[Mapping[str, Any]]:
     try:
         answer = msgpack.unpackb(content)
     except Exception as error:  # msgpack raises many types for bad input
         raise EngineError(f"the engine's answer is not msgpack ({error}): {content[:80]!r}") from error
-    if not isinstance(answer, list) or len(answer) != 1 or not isinstance(answer[0], dict):
+    seeds = query.seeds
+    if not isinstance(answer, list) or len(answer) != len(seeds) or not all(isinstance(one, dict) for one in answer):
         found = f"a list of {len(answer)}" if isinstance(answer, list) else type(answer).__name__
-        raise EngineError(f"asked for one video, the engine sent {found}")
-    return answer[0]
+        raise EngineError(f"asked for {len(seeds)} videos, seeds {seeds}; the engine sent {found}")
+    for sample in answer:  # with several outputs each says the first seed
+        if sample.get("seed") != seeds[0]:
+            raise EngineError(f"asked for seed {seeds[0]}, the engine answered for seed {sample.get('seed')}")
+    return answer
 
 
 def _required(values: Mapping[str, Any], key: str) -> Any:
@@ -179,12 +218,17 @@ def _frames(sample: Mapping[str, Any], query: SampleQuery) -> UInt8:
     return np.ascontiguousarray(array.transpose(1, 2, 3, 0))
 
 
-def _sigmas(trajectory: Mapping[str, Any], *, num_steps: int, flow_shift: float) -> Float32:
+def _sigmas(trajectory: Mapping[str, Any], sampling: SamplingSettings) -> Float32:
+    num_steps = sampling.num_inference_steps
     used = _float32(_required(trajectory, "sigmas"), "sigmas", (num_steps + 1,))
-    wanted = shifted_sigmas(num_steps, flow_shift).numpy()
+    if sampling.sigmas is not None:
+        if not np.array_equal(used, explicit_sigmas(sampling.sigmas).numpy()):
+            raise EngineError(f"sigma grid: asked for {list(sampling.sigmas)}, the engine used {used.tolist()}")
+        return used
+    wanted = shifted_sigmas(num_steps, sampling.flow_shift).numpy()
     if np.abs(used - wanted).max() > _SIGMA_TOLERANCE:
         raise EngineError(
-            f"sigma grid: {num_steps} steps with flow_shift {flow_shift:g} give {wanted.tolist()}, "
+            f"sigma grid: {num_steps} steps with flow_shift {sampling.flow_shift:g} give {wanted.tolist()}, "
             f"the engine used {used.tolist()}; its flow shift is a start option"
         )
     return used
@@ -214,19 +258,24 @@ def _log_probs(sample: Mapping[str, Any], query: SampleQuery) -> Float32:
 
 
 def _trajectory(
-    query: SampleQuery, states: Mapping[int, Float32], *, log_probs: Float32, sigmas: Float32
+    query: SampleQuery, states: Mapping[int, Float32], *, log_probs: Float32, sigmas: Float32, seed: int
 ) -> Trajectory | None:
-    if not query.steps:
+    request = query.request
+    if not request.keeps_trajectory:
         return None
-    pairs = [np.stack([states[step], states[step + 1]]) for step in query.steps]
+    shape = next(iter(states.values())).shape
+    latents = np.empty((len(query.steps), 2, *shape), np.float32)
+    for position, step in enumerate(query.steps):
+        latents[position] = states[step], states[step + 1]
     return Trajectory(
-        latents=np.stack(pairs),
+        latents=latents,
         steps=query.steps,
         sigmas=sigmas,
         log_probs=log_probs[list(query.steps)],
-        has_condition=query.request.record.image_path is not None,
-        policy_version=query.request.policy_version,
-        seed=query.seed,
+        has_condition=request.record.image_path is not None,
+        policy_version=request.policy_version,
+        seed=seed,
+        final_latent=states[request.sampling.num_inference_steps] if request.keep_final else None,
     )
 
 

@@ -26,10 +26,10 @@ HookState = Literal["active", "failed", "disabled", "not needed"]
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of the engine and what is put before, after or around it."""
+    """One function of the engine and what is put before, after, around or instead of it."""
 
     target: str
-    kind: Literal["before", "after", "around"]
+    kind: Literal["before", "after", "around", "replace"]
     function: Callable[..., Any]
 
 
@@ -76,6 +76,33 @@ HOOKS: tuple[Hook, ...] = (
         ),
         file=f"{_RUNTIME}/pipelines_core/stages/input_validation.py",
         marker="max_area = 704 * 1280",
+    ),
+    Hook(
+        name="separate_outputs",
+        fault="several outputs of a request fail with a first image (TI2V), else get other noise than their seeds give",
+        patches=tuple(
+            Patch(
+                f"sglang.multimodal_gen.configs.pipeline_configs.wan.{name}.supports_sequential_multi_output_inference",
+                "replace",
+                hooks.one_output_at_a_time,
+            )
+            for name in ("Wan2_2_TI2V_5B_Config", "Wan2_2_T2V_A14B_Config", "Wan2_2_I2V_A14B_Config")
+        ),
+        file=f"{_RUNTIME}/post_training/flow_rollout_controller.py",
+        marker="                self.latents_shape,\n                out=buffer[i : i + 1],",
+    ),
+    Hook(
+        name="given_sigmas",
+        fault="a request cannot give its sigma grid, only the closed form with the server's flow shift is offered",
+        patches=(
+            Patch(
+                f"{_ROOT}.pipelines_core.stages.timestep_preparation.TimestepPreparationStage.forward",
+                "before",
+                hooks.given_sigmas,
+            ),
+        ),
+        file=f"{_RUNTIME}/pipelines_core/stages/timestep_preparation.py",
+        marker="scheduler = get_or_create_rollout_request_scheduler(batch, self.scheduler)",
     ),
     Hook(
         name="sampled_log_prob",
@@ -142,6 +169,13 @@ HOOKS: tuple[Hook, ...] = (
         ),
         file=f"{_RUNTIME}/entrypoints/post_training/rollout_api.py",
         marker="serialized_generated_output = _maybe_serialize(out_i)",
+    ),
+    Hook(
+        name="run_shared_memory",
+        fault="a killed engine leaves videos in shared memory under names that do not tell whose they are",
+        patches=(Patch(f"{_ROOT}.ipc_array._array_ipc_dir", "after", hooks.shared_memory_of_the_run),),
+        file=f"{_RUNTIME}/ipc_array.py",
+        marker='shm_path = Path("/dev/shm")',
     ),
     Hook(
         name="own_adapter",
