@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from miles_wan.errors import EngineError
 from miles_wan.flow import shifted_sigmas
 from miles_wan.records import Conditioning, Float32, RolloutOutput, RolloutRequest, Trajectory, UInt8
+from miles_wan.rollout.base import Answer, DebugTensors
 
 _SDE_TYPES = {"flow_sde": "sde", "cps": "cps", "ode": "ode"}
 _SIGMA_TOLERANCE = 1e-6
@@ -45,27 +46,6 @@ class SampleQuery:
         """Indices of the states to return: both ends of every kept step, or the last state if none is kept."""
         ends = {index for step in self.steps for index in (step, step + 1)}
         return tuple(sorted(ends)) or (self.request.sampling.num_inference_steps,)
-
-
-@dataclass(frozen=True)
-class DebugTensors:
-    """What the engine did in every step: [N, C, F, h, w] each, ``stds`` [N]."""
-
-    noises: Float32
-    means: Float32
-    model_outputs: Float32
-    stds: Float32
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A checked answer; ``states`` maps state index to latent [C, F, h, w], ``log_probs`` [N] holds every step."""
-
-    output: RolloutOutput
-    states: Mapping[int, Float32]
-    log_probs: Float32
-    sigmas: Float32
-    debug: DebugTensors | None
 
 
 def request_body(query: SampleQuery) -> dict[str, Any]:
