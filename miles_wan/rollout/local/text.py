@@ -58,7 +58,7 @@ class PromptEncoder:
             self._encoder.to("cpu")
 
     def _encode_one(self, prompt: str) -> Tensor:
-        tokens = len(self._tokenizer(prompt).input_ids)
+        tokens = len(self._tokenizer(prompt, verbose=False).input_ids)
         if tokens > MAX_TOKENS:
             logger.warning("a prompt of %d tokens is cut to %d: %.60s...", tokens, MAX_TOKENS, prompt)
         # No cleaning of the text, and padding before the encoder rather than after: the server engine does the same.
