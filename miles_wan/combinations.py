@@ -129,8 +129,6 @@ def _sampler_faults(config: Config) -> list[str]:
         faults.append(
             f"rollout.sampler = {rollout.sampler}: SGLang has no such law; use rollout.engine = local, flow_sde or cps"
         )
-    if rollout.engine == "sglang" and rollout.sigmas is not None:
-        faults.append("rollout.sigmas: SGLang takes no grid of its own; use rollout.engine = local, or flow_shift")
     if rollout.sampler == "cps" and rollout.noise_level > 1:
         faults.append(
             f"rollout.noise_level = {rollout.noise_level} with sampler cps: at most 1 (its std is sigma sin(eta pi / 2))"

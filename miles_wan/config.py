@@ -78,7 +78,7 @@ class RolloutConfig(Section):
     sigmas: tuple[float, ...] | None = Field(
         None,
         description="The grid number by number, from 1 to the terminal 0, in place of flow_shift: num_inference_steps + 1 "
-        "values. local engine only.",
+        "values.",
     )
     sampler: Literal["flow_sde", "dance_sde", "cps", "flow_grpo_wan", "ode"] = Field(
         "flow_sde",

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _DEATH_SECONDS = 5.0
 
+
 def gather(references: Sequence[Any]) -> list[Any]:
     """Results of all calls, in order; the first failure is raised at once, also while other ranks still wait for it.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from miles_wan.records import RolloutOutput, RolloutRequest
+from miles_wan.records import Float32, RolloutOutput, RolloutRequest
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,29 @@ class SyncReport:
     bytes: int
     seconds: float
     policy_version: int
+
+
+@dataclass(frozen=True)
+class DebugTensors:
+    """What an engine did in every step: [N, C, F, h, w] each, ``stds`` [N]."""
+
+    noises: Float32
+    means: Float32
+    model_outputs: Float32
+    stds: Float32
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sample with what comparisons need; ``states`` maps state index to latent [C, F, h, w], ``log_probs`` [N] holds
+    every step, ``sigmas`` [N + 1].
+    """
+
+    output: RolloutOutput
+    states: Mapping[int, Float32]
+    log_probs: Float32
+    sigmas: Float32
+    debug: DebugTensors | None
 
 
 class RolloutEngine(Protocol):

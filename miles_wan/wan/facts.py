@@ -140,6 +140,13 @@ _I2V_A14B = WanFamily(
     trained_sizes=_A14B_SIZES,
     transformer=_transformer(layers=40, heads=40, ffn_dim=13824, in_channels=36, out_channels=16),
 )
+# What an engine guides away from where a record names no negative prompt and guidance is on: ``sample_neg_prompt`` of the
+# released models' wan/configs/shared_config.py, also the default of SGLang.
+DEFAULT_NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
+    "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，"
+    "背景人很多，倒着走"
+)
 FAMILIES: Mapping[str, WanFamily] = {family.name: family for family in (_TI2V_5B, _T2V_A14B, _I2V_A14B)}
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from miles_wan.errors import EngineError, InputError
 from miles_wan.flow import explicit_sigmas, shifted_sigmas
 from miles_wan.records import Conditioning, Float32, RolloutOutput, RolloutRequest, SamplingSettings, Trajectory, UInt8
+from miles_wan.rollout.base import Answer, DebugTensors
 from miles_wan.rollout.sglang.hooks import SIGMAS_KEY
 
 _SDE_TYPES = {"flow_sde": "sde", "cps": "cps", "ode": "ode"}
@@ -62,27 +63,6 @@ class SampleQuery:
         if self.request.keep_final or not self.steps:
             indices.add(self.request.sampling.num_inference_steps)
         return tuple(sorted(indices))
-
-
-@dataclass(frozen=True)
-class DebugTensors:
-    """What the engine did in every step: [N, C, F, h, w] each, ``stds`` [N]."""
-
-    noises: Float32
-    means: Float32
-    model_outputs: Float32
-    stds: Float32
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The checked answer for one seed; ``states`` maps state index to latent [C, F, h, w], ``log_probs`` [N] holds every step."""
-
-    output: RolloutOutput
-    states: Mapping[int, Float32]
-    log_probs: Float32
-    sigmas: Float32
-    debug: DebugTensors | None
 
 
 def request_body(query: SampleQuery) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""The denoising loop over a transformer that is already there. In: conditioning, seeds, settings. Out: one ``Step`` after the
+other, for all samples together. It knows no files, no VAE and no text; sharding is the transformer's own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+from miles_wan.flow import explicit_sigmas, shifted_sigmas, transition
+from miles_wan.records import Conditioning, Float32, SamplingSettings
+from miles_wan.wan.conditioning import build_model_input
+from miles_wan.wan.forward import guided_velocity
+
+
+@dataclass(frozen=True)
+class Step:
+    """One denoising step of B samples. ``state`` and ``next_state`` [B, C, F, h, w] hold the given first frame; ``mean``,
+    ``velocity`` and ``noise`` (zeros in a deterministic step) are as they were computed, over all frames; ``std``,
+    ``log_prob`` [B]."""
+
+    index: int
+    state: Tensor
+    next_state: Tensor
+    velocity: Tensor
+    noise: Tensor
+    mean: Tensor
+    std: Tensor
+    log_prob: Tensor
+
+
+def sigma_grid(sampling: SamplingSettings) -> Tensor:
+    """The grid [N + 1] of these settings. Raises ValueError for an explicit one that is none."""
+    if sampling.sigmas is not None:
+        return explicit_sigmas(sampling.sigmas)
+    return shifted_sigmas(sampling.num_inference_steps, sampling.flow_shift)
+
+
+@torch.no_grad()  # not inference_mode: the tensors of a sharded transformer are used again with gradients
+def denoise(
+    transformer: WanTransformer3DModel,
+    conditioning: Conditioning,
+    sampling: SamplingSettings,
+    *,
+    seeds: Sequence[int],
+    stochastic_steps: Sequence[int],
+    latent_shape: tuple[int, int, int, int],
+    expand_timesteps: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Step]:
+    """All N steps of one sample for each seed. A step is one forward of the transformer, two with guidance: with a sharded
+    transformer every rank must run all of them, with its own conditioning and seeds.
+
+    The noise of a sample is that of a CPU generator with its seed, wherever it is used: first the initial latent, then one
+    draw for each stochastic step.
+
+    Args:
+        conditioning: of the record; all samples share it.
+        stochastic_steps: steps of the law ``sampling.kind``; the others are Euler steps.
+        latent_shape: (C, F, h, w).
+        dtype: compute type of the transformer; states stay float32.
+    """
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    shape = (len(seeds), *latent_shape)
+    sigmas = sigma_grid(sampling)
+
+    def draw() -> Tensor:
+        return torch.cat([torch.randn(1, *latent_shape, generator=generator) for generator in generators]).to(device)
+
+    def for_all(array: Float32 | None) -> Tensor | None:
+        return None if array is None else torch.from_numpy(array).to(device).expand(len(seeds), *array.shape)
+
+    prompt, negative = for_all(conditioning.prompt_embeds), for_all(conditioning.negative_prompt_embeds)
+    given = for_all(conditioning.condition_latent)
+    assert prompt is not None
+    has_condition = torch.full((len(seeds),), given is not None, device=device)
+    state = draw()
+    if given is not None:
+        state = state.to(dtype).float()  # the server engine rounds the first noise of an image-to-video sample
+    for index in range(len(sigmas) - 1):
+        sigma, stochastic = sigmas[index], index in stochastic_steps
+        inputs = build_model_input(
+            state,
+            (sigma * 1000).to(device).expand(len(seeds)),
+            condition_latent=given,
+            has_condition=has_condition,
+            expand_timesteps=expand_timesteps,
+        )
+        velocity = guided_velocity(
+            transformer,
+            inputs,
+            prompt_embeds=prompt,
+            negative_prompt_embeds=negative,
+            guidance_scale=sampling.guidance_scale,
+            dtype=dtype,
+        )
+        noise = draw() if stochastic else torch.zeros(shape, device=device)
+        taken = transition(
+            sampling.kind if stochastic else "ode",
+            inputs.hidden_states,
+            velocity,
+            sigma=sigma,
+            sigma_next=sigmas[index + 1],
+            sigma_max=sigmas[1],
+            noise_level=sampling.noise_level,
+            noise=noise,
+            mask=inputs.mask,
+            cps_log_prob=sampling.cps_log_prob,
+        )
+        state = taken.next_sample if given is None else torch.where(inputs.mask > 0, taken.next_sample, given)
+        yield Step(
+            index=index,
+            state=inputs.hidden_states,
+            next_state=state,
+            velocity=velocity,
+            noise=noise,
+            mean=taken.mean,
+            std=taken.std,
+            log_prob=taken.log_prob,
+        )

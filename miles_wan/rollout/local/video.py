@@ -1,0 +1,89 @@
+"""First-frame images to latents, and latents to frames, as the server engine makes them. In: an image file and a size, or a
+latent. Out: normalised latent, or uint8 frames. It knows no transformer and no prompt.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLWan
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from miles_wan.errors import EngineError, first_line
+from miles_wan.records import UInt8
+
+_CACHED_IMAGES = 512
+
+
+class VideoCodec:
+    """The VAE of a checkpoint in float32, with a cache of the image latents used last.
+
+    Args:
+        model_path: folder of the checkpoint.
+        device: where it computes.
+    """
+
+    def __init__(self, model_path: Path, device: torch.device) -> None:
+        vae = AutoencoderKLWan.from_pretrained(
+            str(model_path), subfolder="vae", torch_dtype=torch.float32, local_files_only=True
+        )
+        self._vae = vae.to(device).eval().requires_grad_(False)
+        self._device = device
+        self._mean = torch.tensor(vae.config.latents_mean, device=device).view(1, -1, 1, 1, 1)
+        self._scale = 1.0 / torch.tensor(vae.config.latents_std, device=device).view(1, -1, 1, 1, 1)
+        self._cache: OrderedDict[tuple[str, int, int, int, int], Tensor] = OrderedDict()
+
+    @torch.no_grad()
+    def encode_image(self, path: str, width: int, height: int) -> Tensor:
+        """Normalised latent [C, 1, h, w] (CPU) of an image that fills ``width`` x ``height`` pixels, cropped in the middle.
+
+        Raises:
+            EngineError: the file cannot be read as an image.
+        """
+        key = (path, *_file_state(path), width, height)
+        if key not in self._cache:
+            pixels = image_pixels(path, width, height).to(self._device)
+            latent = self._vae.encode(pixels[None, :, None]).latent_dist.mode()
+            self._cache[key] = ((latent - self._mean) * self._scale)[0].cpu()
+        self._cache.move_to_end(key)
+        if len(self._cache) > _CACHED_IMAGES:
+            self._cache.popitem(last=False)
+        return self._cache[key]
+
+    @torch.no_grad()
+    def decode(self, latent: Tensor) -> UInt8:
+        """Frames [T, H, W, 3] of a normalised latent [C, F, h, w]."""
+        video = self._vae.decode(latent[None].to(self._device) / self._scale + self._mean).sample[0]
+        unit = (video / 2 + 0.5).clamp(0, 1)
+        return unit.mul(255).round().to(torch.uint8).permute(1, 2, 3, 0).contiguous().cpu().numpy()
+
+
+def image_pixels(path: str, width: int, height: int) -> Tensor:
+    """Pixels [3, height, width] in [-1, 1]: upright, resized (Lanczos) until it covers the size, cropped in the middle.
+
+    Raises:
+        EngineError: the file cannot be read as an image.
+    """
+    try:
+        with Image.open(path) as file:
+            image = ImageOps.exif_transpose(file).convert("RGB")
+    except Exception as error:  # each decoder has errors of its own for damaged files
+        raise EngineError(f"image {path} cannot be read ({first_line(error)}); check the file") from error
+    scale = max(width / image.width, height / image.height)
+    resized = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS)
+    left, top = (resized.width - width) // 2, (resized.height - height) // 2
+    cropped = resized.crop((left, top, left + width, top + height))
+    return 2 * torch.from_numpy(np.asarray(cropped, dtype=np.float32) / 255).permute(2, 0, 1) - 1
+
+
+def _file_state(path: str) -> tuple[int, int]:
+    """Time and size: an image that was replaced is encoded anew."""
+    try:
+        state = Path(path).stat()
+    except OSError as error:
+        raise EngineError(f"image {path} cannot be read ({error.strerror}); check the path") from error
+    return state.st_mtime_ns, state.st_size
