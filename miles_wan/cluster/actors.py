@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from miles_wan.config import Config
-from miles_wan.records import RewardInput, RolloutRequest, Score, TrainItem
+from miles_wan.records import RewardInput, RolloutOutput, RolloutRequest, Score, TrainItem
 from miles_wan.rollout.base import EngineInfo, SyncReport, WeightPush
 from miles_wan.tracking.logs import configure_logging
 
@@ -53,9 +53,7 @@ class EngineActor:
         seconds: 2 n + 2 objects."""
         keep = sample_indices[0] == 0 and request.keeps_trajectory
         outputs = await self._engine.generate(request, sample_indices, return_conditioning=keep)
-        frames = [output.frames for output in outputs]
-        trajectories = [output.trajectory for output in outputs]
-        return *frames, *trajectories, outputs[0].conditioning, sum(output.seconds for output in outputs)
+        return flat_outputs(outputs)
 
     async def apply_weights(self, push: WeightPush) -> SyncReport:
         return await self._engine.apply_weights(push)
@@ -79,7 +77,7 @@ class TrainerActor:
 
         from miles_wan.training.worker import Rank, TrainingWorker
 
-        _limit_threads(config.training.dp_size)
+        _prepare_process(config, processes=config.training.dp_size)
         device = "cuda:0" if config.cluster.device == "cuda" else "cpu"
         self._config = config
         self._worker = TrainingWorker(
@@ -88,9 +86,31 @@ class TrainerActor:
             model_path=Path(model_path),
             expand_timesteps=expand_timesteps,
         )
+        if config.rollout.engine == "local":
+            from miles_wan.rollout.local.engine import LocalEngine
+
+            self._local = LocalEngine(
+                Path(model_path),
+                self._worker.transformer,
+                dtype=config.model.dtype,
+                expand_timesteps=expand_timesteps,
+                device=self._worker.device,
+            )
         on_cuda = self._worker.device.type == "cuda"
         uuid = f"GPU-{torch.cuda.get_device_properties(self._worker.device).uuid}" if on_cuda else None
         return TrainerInfo(self._worker.report, self._worker.sharded_blocks, uuid)
+
+    def hold(self, policy_version: int, weights: str) -> None:
+        """Generate with these weights from now on, if all ranks hold the same (a collective)."""
+        self._worker.check_ranks_agree(self._worker.adapter(weights), policy_version=policy_version)
+        self._generating = weights
+
+    def generate(self, request: RolloutRequest, sample_indices: Sequence[int]) -> tuple[Any, ...]:
+        """As ``EngineActor.generate``, by the local engine (a collective: every rank makes a call of this shape)."""
+        keep = sample_indices[0] == 0 and request.keeps_trajectory
+        with self._worker.using(self._generating):
+            outputs = self._local.generate(request, sample_indices, return_conditioning=keep)
+        return flat_outputs(outputs)
 
     def update(self, steps: Sequence[Sequence[TrainItem]], rollout_id: int) -> dict[str, float]:
         return self._worker.update([_resolved(items) for items in steps], rollout_id=rollout_id)
@@ -153,7 +173,7 @@ class RewardActor:
         """Load the rewards."""
         from miles_wan.rewards.composite import RewardModel
 
-        _limit_threads(config.reward.num_workers)
+        _prepare_process(config, processes=config.reward.num_workers)
         self._model = RewardModel(config.reward, "cuda:0" if config.cluster.device == "cuda" else "cpu")
 
     def score(self, batch: Sequence[RewardInput], validation: bool) -> tuple[list[Score], float]:
@@ -173,8 +193,20 @@ def _resolved(items: Sequence[TrainItem]) -> list[TrainItem]:
     ]
 
 
-def _limit_threads(processes: int) -> None:
-    """Share the cores: without it every process starts a thread per core and they slow each other down."""
+def flat_outputs(outputs: Sequence[RolloutOutput]) -> tuple[Any, ...]:
+    """The results of one call as Ray objects of their own: frames, trajectories, conditioning, seconds."""
+    frames = [output.frames for output in outputs]
+    trajectories = [output.trajectory for output in outputs]
+    return *frames, *trajectories, outputs[0].conditioning, sum(output.seconds for output in outputs)
+
+
+def _prepare_process(config: Config, *, processes: int) -> None:
+    """Share the cores, or every process starts a thread for each and they slow each other down; and be deterministic if
+    that is asked for, before anything is computed."""
     import torch
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    if config.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS needs to be it
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)

@@ -16,6 +16,7 @@ import ray
 
 from miles_wan.cluster.actors import EngineActor, RewardActor, TrainerActor, TrainerInfo
 from miles_wan.cluster.checkpoints import CheckpointStore
+from miles_wan.cluster.local_pool import LocalRollouts, LocalWeights
 from miles_wan.cluster.placement import (
     ENGINE_SHARE,
     REWARD_SHARE,
@@ -30,7 +31,7 @@ from miles_wan.cluster.requests import RequestPlanner
 from miles_wan.cluster.resume import remembered, resume_faults
 from miles_wan.combinations import batch_equation
 from miles_wan.config import Config
-from miles_wan.controller import Controller, Parts, RunState
+from miles_wan.controller import Controller, Parts, Rollouts, RunState, Weights
 from miles_wan.data import load_records
 from miles_wan.errors import InputError
 from miles_wan.records import Sample
@@ -97,6 +98,8 @@ class Actors:
 
     def close(self) -> None:
         """End the engines' servers; Ray ends the actors."""
+        if not self.engines:
+            return
         ray.wait([engine.close.remote() for engine in self.engines], num_returns=len(self.engines), timeout=30)
 
 
@@ -166,8 +169,8 @@ def run(config: Config) -> None:
         logger.info("no complete checkpoint in %s: starting from the beginning", output_dir)
     train = load_records(config.data.train).records
     validation = load_records(config.data.eval).records if config.data.eval is not None else ()
-    weights = load_family(resolve_model(config.model.path)).path / "transformer"
-    settings = remembered(config, train, validation[: config.eval.max_records], weights=weights)
+    transformer = load_family(resolve_model(config.model.path)).path / "transformer"
+    settings = remembered(config, train, validation[: config.eval.max_records], weights=transformer)
     if found and (faults := resume_faults(found[1], settings)):
         raise InputError(faults)
     state = RunState(**found[1]["run"]) if found else RunState()
@@ -184,18 +187,13 @@ def run(config: Config) -> None:
                 )
             keep = _Keep(config, store, trainer, tracker, settings=settings)
             track = _Track(tracker)
+            rollouts, weights = _generation(config, actors)
             parts = Parts(
                 requests=RequestPlanner(config, train, validation),
-                rollouts=EnginePool(actors.engines, concurrency=config.rollout.concurrency, samples_per_call=1),
+                rollouts=rollouts,
                 scorer=RewardPool(actors.rewards, batch_size=config.reward.batch_size, fps=config.rollout.fps),
                 trainer=trainer,
-                weights=WeightSync(
-                    actors.trainers,
-                    actors.engines,
-                    workers_per_engine=config.rollout.tp_size * config.rollout.sp_size,
-                    transport=actors.transport,
-                    sharing=actors.sharing,
-                ),
+                weights=weights,
                 track=track,
                 keep=keep,
             )
@@ -203,6 +201,8 @@ def run(config: Config) -> None:
             controller.run()
             wall = tracker.clock.wall
             trainer.export(str(output_dir / "adapter"))
+            if config.training.ema_decay is not None:
+                trainer.export(str(output_dir / "adapter_ema"), weights="ema")
         finally:
             actors.close()
         plot_reward_curve(tracker.metrics_path, output_dir / "reward.png")
@@ -217,6 +217,25 @@ def run(config: Config) -> None:
             )  # fmt: skip
         logger.info("largest engine-trainer log-prob gap before an update: %.1e", summary["max_log_prob_gap"])
         logger.info("done: adapter/, videos/, reward.png and summary.json are in %s", output_dir)
+
+
+def _generation(config: Config, actors: Actors) -> tuple[Rollouts, Weights]:
+    """Who generates, and how it gets the weights."""
+    rollout = config.rollout
+    if rollout.engine == "local":
+        return (
+            LocalRollouts(actors.trainers, samples_per_call=rollout.samples_per_call),
+            LocalWeights(actors.trainers),
+        )
+    pool = EnginePool(actors.engines, concurrency=rollout.concurrency, samples_per_call=rollout.samples_per_call)
+    sync = WeightSync(
+        actors.trainers,
+        actors.engines,
+        workers_per_engine=rollout.tp_size * rollout.sp_size,
+        transport=actors.transport,
+        sharing=actors.sharing,
+    )
+    return pool, sync
 
 
 def summarise(
@@ -238,6 +257,7 @@ def summarise(
         "eval_rewards_before": state.eval_first,
         "eval_rewards_after": state.eval_last,
         "eval_records": len(state.eval_last),
+        "engine": config.rollout.engine,
         "tp_size": config.rollout.tp_size,
         "sp_size": config.rollout.sp_size,
         "dp_size": config.training.dp_size,
