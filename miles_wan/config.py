@@ -6,9 +6,9 @@ The field descriptions here are the reference: ``docs/configuration.md`` is gene
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -26,6 +26,10 @@ LocalPath = Annotated[str, Field(min_length=1), AfterValidator(_expanded)]
 Positive = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+
+# The released models of the built-in rewards.
+PICKSCORE_MODEL = "yuvalkirstain/PickScore_v1"
+PICKSCORE_PROCESSOR = CLIP_MODEL = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 
 class ModelConfig(Section):
@@ -126,15 +130,31 @@ class RolloutConfig(Section):
 
 
 class RewardFunction(Section):
-    name: str = Field(description="A built-in reward (pickscore) or package.module:function.")
+    name: str = Field(description="A built-in reward (pickscore, clip) or package.module:function.")
     weight: float = Field(1.0, description="Weight in the training reward; 0 is measured at validation only.")
-    model: str = Field("yuvalkirstain/PickScore_v1", description="pickscore: model folder or hub id.")
+    model: str = Field(
+        default_factory=str,
+        description="pickscore: a CLIP folder in the format of transformers, or a hub id (default: "
+        f"{PICKSCORE_MODEL}). clip: a folder in the format of open_clip (open_clip_config.json and weights), a hub id, or "
+        f"architecture:tag as open_clip lists them, such as ViT-L-14:openai (default: {CLIP_MODEL}).",
+    )
     processor: str = Field(
-        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", description="pickscore: processor folder or hub id."
+        default_factory=str,
+        description=f"pickscore: processor folder or hub id (default: {PICKSCORE_PROCESSOR}). clip takes none.",
     )
     num_frames: Positive = Field(
-        4, description="pickscore: frames scored per video, chosen uniformly; their mean is the score."
+        4, description="pickscore, clip: frames scored per video, chosen uniformly; their mean is the score."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: Any) -> Any:
+        """Each built-in reward has a released model of its own."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("name") == "pickscore":
+            return {"model": PICKSCORE_MODEL, "processor": PICKSCORE_PROCESSOR, **values}
+        return {"model": CLIP_MODEL, **values} if values.get("name") == "clip" else values
 
 
 class RewardConfig(Section):

@@ -12,6 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import is_offline_mode
 
 from miles_wan.config import RewardFunction
+from miles_wan.doctor.clip import clip_model_faults
 from miles_wan.errors import InputError, first_line
 from miles_wan.rewards.registry import BUILT_IN, user_function
 from miles_wan.wan.family import looks_like_hub_id, weight_file_fault
@@ -25,6 +26,11 @@ def reward_faults(function: RewardFunction) -> list[str]:
         except InputError as error:
             return [f"reward.functions: {fault}" for fault in error.faults]
         return []
+    if function.name == "clip":
+        faults = [f"model {function.model}: {fault}" for fault in clip_model_faults(function.model)]
+        if function.processor:
+            faults.append(f"processor {function.processor}: the model brings its own; remove this line")
+        return [f"reward.functions: clip: {fault}" for fault in faults]
     fields = {"model": "config.json", "processor": "preprocessor_config.json"}
     faults = []
     for field, file in fields.items():
@@ -62,7 +68,23 @@ def _reward_folder_fault(path: Path, *, is_model: bool) -> str | None:
     if not weights:
         return "holds no weights (*.safetensors); fetch the model again"
     broken = (fault for file in path.glob("*.safetensors") if (fault := weight_file_fault(file)) is not None)
-    return next(broken, None)
+    return next(broken, None) or _weights_fault(path)
+
+
+def _weights_fault(path: Path) -> str | None:
+    """Do the weights fit the configuration? Names and shapes only."""
+    import torch
+    from transformers import CLIPConfig, CLIPModel  # slow to import
+
+    from miles_wan.wan.load import weight_file_faults
+
+    try:
+        with torch.device("meta"):
+            model = CLIPModel(CLIPConfig.from_pretrained(path, local_files_only=True))
+    except Exception as error:  # whatever transformers meets in values it does not check
+        return f"config.json describes no CLIP ({first_line(error)}); fetch the model again"
+    # Files of older versions of transformers hold more than the model: position ids.
+    return next(iter(weight_file_faults(path, model, file="model.safetensors", exact=False)), None)
 
 
 def _processor_fault(path: Path) -> str | None:

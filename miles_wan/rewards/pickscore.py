@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -16,8 +15,9 @@ from transformers import CLIPModel, CLIPProcessor
 
 from miles_wan.config import RewardFunction
 from miles_wan.errors import InputError, first_line
-from miles_wan.records import RewardInput
-from miles_wan.rewards.frames import check_frames, uniform_frames
+from miles_wan.records import RewardInput, UInt8
+from miles_wan.rewards.cosine import frame_cosines
+from miles_wan.rewards.prompts import CutPrompts
 
 # The text length of CLIP: longer prompts are cut, as the reference implementation does.
 MAX_TOKENS = 77
@@ -44,24 +44,17 @@ class PickScoreReward:
         self.num_frames = num_frames
         self.device = device
         self.dtype = dtype
+        self.cut_prompts = CutPrompts("pickscore", MAX_TOKENS)
 
     @torch.no_grad()
     def __call__(self, batch: Sequence[RewardInput]) -> list[float]:
         """One score per video. Raises RewardError if frames are not uint8 [T, H, W, 3]."""
-        if not batch:
-            return []
-        for item in batch:
-            check_frames(item.frames)
-        videos = [uniform_frames(item.frames, self.num_frames) for item in batch]
-        counts = [len(video) for video in videos]
-        images = self._image_features([frame for video in videos for frame in video])
-        texts = self._text_features([item.prompt for item in batch])
-        texts = texts.repeat_interleave(torch.tensor(counts, device=self.device), dim=0)
-        cosines = (texts * images).sum(dim=-1)  # [sum of counts]
-        scores = self.scale * cosines
-        return [scores_of_video.mean().item() for scores_of_video in scores.split(counts)]
+        cosines = frame_cosines(
+            batch, self.num_frames, encode_frames=self._image_features, encode_prompts=self._text_features
+        )
+        return [(self.scale * cosines_of_video).mean().item() for cosines_of_video in cosines]
 
-    def _image_features(self, frames: Sequence[np.ndarray]) -> Tensor:
+    def _image_features(self, frames: Sequence[UInt8]) -> Tensor:
         """Unit vectors [n, D] in float32 of frames uint8 [H, W, 3]."""
         # A copy: frames from the object store are read-only, and torch wants to own what it sees.
         pixels = [torch.from_numpy(frame.copy()).permute(2, 0, 1) for frame in frames]
@@ -70,7 +63,9 @@ class PickScoreReward:
 
     def _text_features(self, prompts: Sequence[str]) -> Tensor:
         """Unit vectors [B, D] in float32. All texts are padded to full length: no prompt's score depends on another."""
-        inputs = self.processor.tokenizer(
+        tokenizer = self.processor.tokenizer
+        self.cut_prompts.note(prompts, [len(tokenizer.tokenize(prompt)) > MAX_TOKENS - 2 for prompt in prompts])
+        inputs = tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
         ).to(self.device)
         features = self.model.get_text_features(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])

@@ -22,6 +22,7 @@ RewardCallable = Callable[[Sequence[RewardInput]], Sequence[float]]
 # name -> factory(function: RewardFunction, *, device, dtype) -> RewardCallable. Written as text, so that naming a reward
 # does not import the libraries of all of them.
 BUILT_IN: Mapping[str, str] = {
+    "clip": "miles_wan.rewards.clip:from_config",
     "pickscore": "miles_wan.rewards.pickscore:from_config",
 }
 

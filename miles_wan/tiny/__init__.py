@@ -1,4 +1,4 @@
-"""Tiny Wan2.2 and PickScore checkpoints and a toy data set, for the demo, the tests and new users. In: a folder and a
+"""Tiny Wan2.2, PickScore and CLIP checkpoints and a toy data set, for the demo, the tests and new users. In: a folder and a
 seed. Out: folders in the released formats. It knows nothing of rollouts or training.
 """
 

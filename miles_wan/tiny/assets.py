@@ -1,4 +1,4 @@
-"""The tiny assets together. In: a folder, a seed, sizes. Out: checkpoint, reward model and data set under it, with a
+"""The tiny assets together. In: a folder, a seed, sizes. Out: checkpoint, reward models and data set under it, with a
 manifest; the folder appears at once and complete, or not at all. It knows no training.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from miles_wan.errors import InputError
 from miles_wan.tiny.checkpoint import write_checkpoint
+from miles_wan.tiny.clip import write_clip
 from miles_wan.tiny.dataset import caption_words, check_sizes, write_dataset
 from miles_wan.tiny.pickscore import write_pickscore
 
@@ -22,21 +23,22 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "tiny.json"
 # Raised when the same seed no longer gives the same files.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class TinyPaths:
-    """Where things lie: two model folders and two data files."""
+    """Where things lie: the video model, the models of the rewards pickscore and clip, and two data files."""
 
     model: Path
     reward: Path
+    clip: Path
     train_jsonl: Path
     eval_jsonl: Path
 
 
 def make_tiny(out: Path, *, seed: int = 0, train_records: int = 64, eval_records: int = 64) -> TinyPaths:
-    """Write a tiny Wan2.2-TI2V checkpoint, a tiny PickScore and a toy data set into ``out``.
+    """Write a tiny Wan2.2-TI2V checkpoint, a tiny PickScore, a tiny CLIP and a toy data set into ``out``.
 
     The same arguments give the same bytes. What is already there, complete and from the same arguments, is kept.
 
@@ -69,6 +71,7 @@ def _paths(out: Path) -> TinyPaths:
     return TinyPaths(
         model=out / "Wan2.2-TI2V-5B-tiny",
         reward=out / "PickScore-tiny",
+        clip=out / "CLIP-tiny",
         train_jsonl=out / "data" / "train.jsonl",
         eval_jsonl=out / "data" / "validation.jsonl",
     )
@@ -95,6 +98,7 @@ def _write_parts(folder: Path, wanted: dict[str, int]) -> None:
     seed = wanted["seed"]
     write_checkpoint(paths.model, words, seed=seed)
     write_pickscore(paths.reward, words, seed=seed)
+    write_clip(paths.clip, seed=seed)
     sizes = {name: wanted[name] for name in ("train_records", "eval_records")}
     write_dataset(paths.train_jsonl.parent, seed=seed, **sizes)
     manifest = {"made_by": "miles-wan tiny", **wanted, "sha256": _digests(folder)}

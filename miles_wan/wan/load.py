@@ -92,13 +92,19 @@ def _meta_text_encoder(folder: Path) -> torch.nn.Module:
 
 
 def weight_file_faults(
-    folder: Path, module: torch.nn.Module, *, file: str = SAFETENSORS_WEIGHTS_NAME, exact: bool = True
+    folder: Path,
+    module: torch.nn.Module,
+    *,
+    file: str = SAFETENSORS_WEIGHTS_NAME,
+    config: str = "config.json",
+    exact: bool = True,
 ) -> list[str]:
     """Compare the headers of a component's weight files with the names and shapes of ``module``; reads no weights.
     Files in another layout than safetensors are left to the loader.
 
     Args:
         file: name of the weight file; an index beside it names shards instead.
+        config: name of the file that ``module`` follows from, for the message.
         exact: whether more tensors than those of ``module`` are a fault, and each of two tied ones must be there.
     """
     index = folder / f"{file}.index.json"
@@ -119,9 +125,7 @@ def weight_file_faults(
         "of another shape": sorted(name for name in wanted.keys() & stored.keys() if wanted[name] != stored[name]),
     }
     told = [f"{len(names)} {kind}, first {names[0]}" for kind, names in found.items() if names]
-    return (
-        [f"{folder}: the weights do not fit config.json ({'; '.join(told)}); download the folder again"] if told else []
-    )
+    return [f"{folder}: the weights do not fit {config} ({'; '.join(told)}); download the folder again"] if told else []
 
 
 def stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:

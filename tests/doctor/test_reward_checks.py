@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doctor_cases import check, faults_of, only_fault
+from safetensors.torch import load_file, save_file
 
 from miles_wan.doctor import rewards
 
@@ -43,6 +45,24 @@ def test_a_reward_folder_must_be_a_whole_clip(tree: dict[str, Any], tmp_path: Pa
     assert "does not load as a CLIP processor" in faults[1]
     (copy / "config.json").write_text('{"model_type": "bert"}')
     assert "is a model of type 'bert'" in faults_of(tree)[0]
+
+
+def test_the_weights_of_pickscore_must_fit_its_configuration(tree: dict[str, Any], tmp_path: Path) -> None:
+    source, copy = tree["reward"]["functions"][0]["model"], tmp_path / "reward"
+    shutil.copytree(source, copy)
+    tree["reward"]["functions"][0].update(model=str(copy))
+    weights = load_file(copy / "model.safetensors")
+    more = {**weights, "text_model.embeddings.position_ids": torch.arange(77)[None]}  # as old files have it
+    save_file(more, copy / "model.safetensors", metadata={"format": "pt"})
+    check(tree)
+    del weights["text_projection.weight"]
+    save_file({**weights, "logit_scale": torch.ones(2)}, copy / "model.safetensors", metadata={"format": "pt"})
+    assert only_fault(tree) == (
+        f"reward.functions: pickscore: model {copy}: {copy}: the weights do not fit config.json (1 missing, first "
+        "text_projection.weight; 1 of another shape, first logit_scale); download the folder again"
+    )
+    (copy / "config.json").write_text('{"model_type": "clip", "text_config": {"hidden_size": 7}}')
+    assert "config.json describes no CLIP" in only_fault(tree)
 
 
 def test_hub_ids_of_rewards_are_faults_only_when_they_cannot_come(

@@ -161,7 +161,7 @@ def test_totals_are_finite_numbers() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("pikscore", ["not built in (pickscore)", "package.module:function"]),
+        ("pikscore", ["not built in (clip, pickscore)", "package.module:function"]),
         ("no_such_module:f", ["no module 'no_such_module'", "PYTHONPATH"]),
         ("my_rewards.inner:f", ["my_rewards"]),
         ("my_rewards:absent", ["has no 'absent'", "my_rewards.py"]),

@@ -102,6 +102,19 @@ def test_text_beyond_77_tokens_does_not_count(reward: PickScoreReward) -> None:
     assert first == pytest.approx(second, abs=1e-6)
 
 
+def test_prompts_that_are_cut_are_counted_and_told_once(
+    model: CLIPModel, processor: CLIPProcessor, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = PickScoreReward(model, processor, num_frames=1, device=CPU, dtype=torch.float32)
+    reward([video("red " * 75)])  # with start and end: 77 tokens
+    assert (reward.cut_prompts.count, caplog.messages) == (0, [])
+    reward([video("red " * 75), video("red " * 76)])
+    reward([video(LONG), video("red " * 76)])
+    assert reward.cut_prompts.count == 2
+    (message,) = caplog.messages
+    assert "reward 'pickscore' reads 77 tokens of a prompt: 1 of these 2 prompts are cut, first 'red red" in message
+
+
 def test_read_only_frames_are_fine(reward: PickScoreReward, recwarn: pytest.WarningsRecorder) -> None:
     item = video("a red circle")
     item.frames.setflags(write=False)  # as they come out of an object store

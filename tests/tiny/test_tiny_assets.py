@@ -8,6 +8,10 @@ import pytest
 
 from miles_wan.errors import InputError
 from miles_wan.tiny import TinyPaths, assets, make_tiny
+from miles_wan.tiny.checkpoint import write_checkpoint
+from miles_wan.tiny.clip import write_clip
+from miles_wan.tiny.dataset import caption_words
+from miles_wan.tiny.pickscore import write_pickscore
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -32,6 +36,16 @@ def test_the_random_state_of_the_caller_is_left_alone(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     make_tiny(tmp_path / "tiny", train_records=1, eval_records=1)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_weights_of_one_part_do_not_depend_on_the_others(tiny_paths: TinyPaths, tmp_path: Path) -> None:
+    """A part more must not change what is known of a seed."""
+    write_clip(tmp_path / "clip", seed=0)
+    assert contents(tmp_path / "clip") == contents(tiny_paths.clip)
+    write_pickscore(tmp_path / "pickscore", caption_words(), seed=0)
+    assert contents(tmp_path / "pickscore") == contents(tiny_paths.reward)
+    write_checkpoint(tmp_path / "model", caption_words(), seed=0)
+    assert contents(tmp_path / "model") == contents(tiny_paths.model)
 
 
 def test_what_is_complete_is_kept(tmp_path: Path) -> None:
