@@ -30,6 +30,7 @@ from rollout_replay import (
 )
 from test_rollout_messages import packed
 
+from miles_wan.cluster import lifeline
 from miles_wan.errors import EngineError
 from miles_wan.records import PromptRecord
 from miles_wan.rollout.sglang.canary import canary_query, check_canary
@@ -55,6 +56,9 @@ LEFT_OUT = (
 )
 
 
+KILLED_RUN = f"tests-killed-{os.getpid()}"
+
+
 @dataclass
 class Unhooked:
     server: SGLangServer
@@ -71,12 +75,13 @@ def unhooked(tiny_paths: TinyPaths, tmp_path_factory: pytest.TempPathFactory) ->
         tp_size=1,
         dtype="bf16",
         lora_merge_mode="merge",
-        environment=((DISABLE_VARIABLE, ",".join(LEFT_OUT)),),
+        environment=((DISABLE_VARIABLE, ",".join(LEFT_OUT)), (lifeline.MARKER, KILLED_RUN)),
     )
     server = SGLangServer(settings)
     identity = server.start()
     yield Unhooked(server, identity, SGLangClient(server.url, server.failure, request_timeout=300))
     server.close()
+    lifeline.remove_leftovers(KILLED_RUN, tmp_path_factory.mktemp("none"), pids=set())
     assert not [pid for pid in psutil.pids() if pid != os.getpid() and _belongs(pid, identity["pid"])]
 
 
@@ -235,3 +240,4 @@ def test_a_killed_server_is_told_with_the_end_of_its_log(unhooked: Unhooked, rec
         run(unhooked.client.generate(slow_query(record)))
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{unhooked.server.url}/health", trust_env=False)
+    assert Path(f"/dev/shm/sglang-{KILLED_RUN}").is_dir()  # whatever it had there lies in here
