@@ -30,14 +30,14 @@ def train(config: Path) -> None:
     from miles_wan.configuration import load_config
 
     configure_logging("driver")
-    settings = load_config(config, {})
+    settings = load_config([config], {})
     ray.init(log_to_driver=True, logging_level="warning")
     with lost_workers_explained():
         run(settings)
 
 
 def tiny(out: Path, seed: int = 0) -> None:
-    """Make a tiny Wan2.2-TI2V checkpoint, a tiny PickScore and a toy data set.
+    """Make a tiny Wan2.2-TI2V checkpoint, a tiny PickScore, a tiny CLIP and a toy data set.
 
     Args:
         out: folder to make them in.

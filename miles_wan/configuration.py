@@ -20,33 +20,49 @@ from miles_wan.errors import InputError
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
 
 
-def recipe_path(name: str) -> Path:
-    """The file of a recipe: a path to a YAML file, or the name of one in ``configs/``.
+def recipe_paths(names: str) -> tuple[Path, ...]:
+    """The files of a list of recipes with commas between them: each a path to a YAML file, or the name of one in
+    ``configs/`` (a whole run) or ``configs/algorithms/`` (what one algorithm changes).
 
     Raises:
-        InputError: neither exists.
+        InputError: one does not exist.
     """
-    candidates = [Path(name), RECIPES / f"{name}.yaml"]
-    for candidate in candidates:
-        if os.path.isfile(candidate):
-            return candidate
-    known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
-    raise InputError([f"--recipe {name}: no such file and no such recipe; recipes are {known}"])
+    if os.path.isfile(names):
+        return (Path(names),)
+    found, faults = [], []
+    for name in names.split(","):
+        candidates = [Path(name), RECIPES / f"{name}.yaml", RECIPES / "algorithms" / f"{name}.yaml"]
+        path = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
+        if path is None:
+            faults.append(
+                f"--recipe {name}: no such file and no such recipe; recipes are {', '.join(recipe_names())}, and to go with "
+                f"one of them {', '.join(recipe_names('algorithms'))}"
+            )
+        else:
+            found.append(path)
+    if faults:
+        raise InputError(faults)
+    return tuple(found)
 
 
-def load_config(recipe: Path | None, overrides: Mapping[str, Any], extra_args: Sequence[str] = ()) -> Config:
+def recipe_names(folder: str = ".") -> list[str]:
+    """The recipes in ``configs/`` or in a folder of it."""
+    return sorted(path.stem for path in (RECIPES / folder).glob("*.yaml"))
+
+
+def load_config(recipes: Sequence[Path], overrides: Mapping[str, Any], extra_args: Sequence[str] = ()) -> Config:
     """``read_config``, and its combinations of fields are checked, too. Raises InputError with all faults."""
-    config = read_config(recipe, overrides, extra_args)
+    config = read_config(recipes, overrides, extra_args)
     if faults := check_config(config):
         raise InputError(faults)
     return config
 
 
-def read_config(recipe: Path | None, overrides: Mapping[str, Any], extra_args: Sequence[str] = ()) -> Config:
-    """Merge recipe, ``overrides`` and command line; every field is checked for itself.
+def read_config(recipes: Sequence[Path], overrides: Mapping[str, Any], extra_args: Sequence[str] = ()) -> Config:
+    """Merge recipes, ``overrides`` and command line, the later over the earlier; every field is checked for itself.
 
     Args:
-        recipe: YAML file, or None.
+        recipes: YAML files.
         overrides: dotted key -> value. The key ``reward_model`` sets model and processor of every pickscore reward.
         extra_args: dotted overrides as they stand on a command line: ``--algorithm.clip-range 1e-3`` or with ``=``.
 
@@ -54,7 +70,9 @@ def read_config(recipe: Path | None, overrides: Mapping[str, Any], extra_args: S
         InputError: all faults together.
     """
     faults: list[str] = []
-    tree = _read_recipe(recipe, faults) if recipe is not None else {}
+    tree: dict[str, Any] = {}
+    for recipe in recipes:
+        _merge(tree, _read_recipe(recipe, faults))
     parsed = _parse_args(extra_args, faults)
     reward_model = overrides.get("reward_model")
     for key, value in {**overrides, **parsed}.items():
@@ -103,6 +121,15 @@ def _read_recipe(recipe: Path, faults: list[str]) -> dict[str, Any]:
         faults.append(f"recipe {recipe}: expected a mapping of sections, got {type(tree).__name__}")
         return {}
     return tree
+
+
+def _merge(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Put ``other`` over ``tree``, section by section; lists are replaced."""
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            tree[key] = value
 
 
 def _parse_args(tokens: Sequence[str], faults: list[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from miles_wan.configuration import (
     all_fields,
     dump_config,
     load_config,
-    recipe_path,
+    recipe_names,
+    recipe_paths,
 )
 from miles_wan.errors import InputError
 from miles_wan.wan.facts import family_named, legal_frames, legal_size
@@ -31,13 +33,17 @@ BATCH = {
 }
 
 
-def load(*args: str, recipe: Path | None = None, **overrides) -> Config:
-    return load_config(recipe, {**NEEDED, **overrides}, list(args))
+def listed(recipe: Path | Sequence[Path] | None) -> Sequence[Path]:
+    return () if recipe is None else [recipe] if isinstance(recipe, Path) else recipe
 
 
-def faults(*args: str, needed=NEEDED, recipe: Path | None = None, **overrides) -> tuple[str, ...]:
+def load(*args: str, recipe: Path | Sequence[Path] | None = None, **overrides) -> Config:
+    return load_config(listed(recipe), {**NEEDED, **overrides}, list(args))
+
+
+def faults(*args: str, needed=NEEDED, recipe: Path | Sequence[Path] | None = None, **overrides) -> tuple[str, ...]:
     with pytest.raises(InputError) as error:
-        load_config(recipe, {**needed, **overrides}, list(args))
+        load_config(listed(recipe), {**needed, **overrides}, list(args))
     return error.value.faults
 
 
@@ -125,7 +131,7 @@ def test_a_section_that_comes_twice_in_a_recipe_is_refused(tmp_path):
     recipe = tmp_path / "twice.yaml"
     recipe.write_text("rollout: {width: 32}\nseed: 1\nrollout: {height: 32}\n")
     with pytest.raises(InputError, match="rollout comes twice"):
-        load_config(recipe, NEEDED)
+        load_config([recipe], NEEDED)
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "", "a: [1\n", "just words"])
@@ -135,11 +141,11 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(tmp_path, text):
 
 
 def test_a_recipe_is_found_by_name_or_path(tmp_path):
-    assert recipe_path("tiny_ti2v") == RECIPES / "tiny_ti2v.yaml"
+    assert recipe_paths("tiny_ti2v") == (RECIPES / "tiny_ti2v.yaml",)
     mine = write(tmp_path, "seed: 1\n")
-    assert recipe_path(str(mine)) == mine
-    with pytest.raises(InputError, match="no such recipe; recipes are tiny_ti2v, wan22_ti2v_5b"):
-        recipe_path("nothing")
+    assert recipe_paths(str(mine)) == (mine,)
+    with pytest.raises(InputError, match="no such recipe; recipes are tiny_ti2v, wan22_ti2v_5b, and to go with"):
+        recipe_paths("nothing")
 
 
 def test_the_batch_equation_states_this_runs_numbers():
@@ -195,7 +201,7 @@ def test_a_dumped_configuration_loads_equal(tmp_path):
     config = load("--rollout.window-range", "[0, 4]", "--model.init-adapter", "some folder", **BATCH)
     path = tmp_path / "config.yaml"
     dump_config(config, path)
-    assert load_config(path, {}) == config
+    assert load_config([path], {}) == config
     assert yaml.safe_load(path.read_text())["rollout"]["window_range"] == [0, 4]
 
 
@@ -203,16 +209,42 @@ def test_a_home_folder_is_expanded():
     assert load("--output-dir", "~/run").output_dir == str(Path.home() / "run")
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+@pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_loads(name):
-    config = load(recipe=recipe_path(name), **{"data.eval": "eval.jsonl"})
+    config = load(recipe=recipe_paths(name), **{"data.eval": "eval.jsonl"})
     assert config.eval.interval > 0
     assert config.checkpoint.interval > 0
     assert "micro-batches" in batch_equation(config)
 
 
+@pytest.mark.parametrize("base", recipe_names())
+@pytest.mark.parametrize("algorithm", recipe_names("algorithms"))
+def test_every_algorithm_goes_with_every_recipe(algorithm, base):
+    plain = load(recipe=recipe_paths(base), **{"data.eval": "eval.jsonl"})
+    config = load(recipe=recipe_paths(f"{base},{algorithm}"), **{"data.eval": "eval.jsonl"})
+    assert config != plain
+    assert config.rollout.num_inference_steps == plain.rollout.num_inference_steps
+
+
+def test_a_later_recipe_goes_over_an_earlier_one_section_by_section(tmp_path):
+    first = write(
+        tmp_path, "seed: 1\nrollout: {fps: 3, width: 64}\nreward: {functions: [{name: pickscore}, {name: clip}]}\n"
+    )
+    second = tmp_path / "second.yaml"
+    second.write_text("rollout: {fps: 9}\nreward: {functions: [{name: clip}]}\n")
+    config = load(recipe=recipe_paths(f"{first},{second}"))
+    assert (config.seed, config.rollout.fps, config.rollout.width) == (1, 9, 64)
+    assert [function.name for function in config.reward.functions] == ["clip"]
+
+
+def test_every_recipe_that_is_missing_is_named():
+    with pytest.raises(InputError) as caught:
+        recipe_paths("tiny_ti2v,nothing,nowhere")
+    assert [fault.split(":")[0] for fault in caught.value.faults] == ["--recipe nothing", "--recipe nowhere"]
+
+
 def test_the_recipe_for_real_weights_is_at_a_size_they_were_trained_on():
-    rollout = load(recipe=recipe_path("wan22_ti2v_5b"), **{"data.eval": "eval.jsonl"}).rollout
+    rollout = load(recipe=recipe_paths("wan22_ti2v_5b"), **{"data.eval": "eval.jsonl"}).rollout
     family = family_named("wan2.2-ti2v-5b")
     assert (rollout.width, rollout.height) in family.trained_sizes
     assert legal_size(rollout.width, rollout.height, family) is None

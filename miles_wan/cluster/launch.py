@@ -28,7 +28,7 @@ import tyro
 from miles_wan.cluster.job import Job
 from miles_wan.cluster.local_ray import LocalRay, StartInterruptedError, check_environment
 from miles_wan.config import Config
-from miles_wan.configuration import all_fields, dump_config, read_config, recipe_path
+from miles_wan.configuration import all_fields, dump_config, read_config, recipe_paths
 from miles_wan.errors import InputError, MilesWanError
 from miles_wan.tracking.failures import show_failure
 from miles_wan.tracking.follow import follow_progress
@@ -56,8 +56,9 @@ class Flags:
     --training.optimizer.lr=2e-4 --rollout.window-range "[0, 4]".
     """
 
-    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "wan22_ti2v_5b"
-    """A recipe in configs/ (wan22_ti2v_5b, tiny_ti2v) or a YAML file of your own."""
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE[,...]")] = "wan22_ti2v_5b"
+    """A recipe in configs/ (wan22_ti2v_5b, tiny_ti2v) or a YAML file of your own; after it, with commas, what changes it:
+    wan22_ti2v_5b,guard takes configs/algorithms/guard.yaml."""
     model: Annotated[str | None, _flag("DIR|HUB_ID")] = None
     """Wan2.2 checkpoint in diffusers format: a folder with model_index.json, or a hub id."""
     data_jsonl: Annotated[str | None, _flag("FILE")] = None
@@ -125,7 +126,7 @@ def read_flags(argv: Sequence[str], *, prog: str | None = None) -> Config:
     flags, rest = tyro.cli(Flags, args=argv, prog=prog, return_unknown_args=True)
     if faults := _unknown_flags(rest):
         raise InputError(faults)
-    return read_config(recipe_path(flags.recipe), _overrides(flags), rest)
+    return read_config(recipe_paths(flags.recipe), _overrides(flags), rest)
 
 
 def _unknown_flags(rest: Sequence[str]) -> list[str]:
