@@ -227,14 +227,15 @@ def test_an_image_is_upright_covers_the_video_and_is_cropped_in_the_middle(tmp_p
     wide = np.zeros((32, 96, 3), dtype=np.uint8)
     wide[:, 32:64] = (255, 0, 0)
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # to be turned clockwise by a quarter
     Image.fromarray(np.rot90(wide)).save(tmp_path / "turned.png", exif=exif)
-    for name in ("turned.png", "wide.png"):
-        if name == "wide.png":
-            Image.fromarray(wide).save(tmp_path / name)
-        pixels = image_pixels(str(tmp_path / name), 32, 32)
-        assert pixels.shape == (3, 32, 32)
-        torch.testing.assert_close(pixels.amin((1, 2)), torch.tensor([1.0, -1.0, -1.0]))
+    whole = image_pixels(str(tmp_path / "turned.png"), 96, 32)
+    torch.testing.assert_close(whole, torch.from_numpy(wide).permute(2, 0, 1) / 127.5 - 1)
+    middle = image_pixels(str(tmp_path / "turned.png"), 32, 32)
+    torch.testing.assert_close(middle, whole[:, :, 32:64])
+    larger = image_pixels(str(tmp_path / "turned.png"), 64, 64)
+    assert larger.shape == (3, 64, 64)
+    torch.testing.assert_close(larger[:, 32, 32], torch.tensor([1.0, -1.0, -1.0]))
 
 
 def test_a_replaced_image_is_encoded_anew(local: LocalEngine, make_request: Any, tmp_path: Path) -> None:
