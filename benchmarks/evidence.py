@@ -1,6 +1,7 @@
-"""Does the loop learn, or is it luck? Seeds x {true, flipped, zero learning signal}, the same budget for each.
+"""Does it learn, or is it luck? Recipes x seeds x {true, flipped, zero learning signal}, the same budget for each.
 
     python benchmarks/evidence.py --out runs/evidence
+    python benchmarks/evidence.py --out runs/algorithms --recipes tiny_ti2v tiny_ti2v,guard --signals true flipped
 
 ``flipped`` negates every advantage, ``zero`` has learning rate 0. For each seed the gains on the same held-out records
 are compared in pairs. Finished runs in ``--out`` are kept, so an interrupted evaluation goes on where it stopped.
@@ -10,10 +11,15 @@ Writes ``evidence.json``, ``evidence.md`` and ``evidence.png``.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal
 
 import matplotlib
 import tyro
@@ -26,7 +32,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 LAUNCHER = Path(__file__).resolve().parent.parent / "scripts" / "run_diffusion_grpo_wan22_ti2v.py"
-SIGNALS = {"true": [], "flipped": ["--algorithm.advantage-sign", "-1"], "zero": ["--training.optimizer.lr", "0"]}
+Signal = Literal["true", "flipped", "zero"]
+SIGNALS: dict[Signal, list[str]] = {
+    "true": [],
+    "flipped": ["--algorithm.advantage-sign", "-1"],
+    "zero": ["--training.optimizer.lr", "0"],
+}
 COLOURS = {"true": "tab:blue", "flipped": "tab:red", "zero": "tab:gray"}
 
 
@@ -36,77 +47,138 @@ class Arguments:
 
     out: Path = Path("runs/evidence")
     """Folder of the runs and the report."""
+    recipes: tuple[str, ...] = ("tiny_ti2v",)
+    """Recipes, each as the launcher takes it."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Run seeds."""
-    recipe: str = "tiny_ti2v"
-    """Recipe of every run."""
+    signals: tuple[Signal, ...] = ("true", "flipped", "zero")
+    """Learning signals."""
+    workers: int = 1
+    """Runs at the same time."""
     extra: tuple[str, ...] = ()
     """Further flags of the launcher, for every run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the launcher."""
+
+    recipe: str
+    seed: int
+    signal: Signal
+
+    def folder(self, out: Path) -> Path:
+        return out / self.recipe.replace(",", "-") / f"seed{self.seed}-{self.signal}"
 
 
 def main() -> int:
     """Run what is missing and write the report. Exit code 1 if a run failed."""
     arguments = tyro.cli(Arguments)
     tiny = make_tiny(arguments.out / "tiny")
-    failed = []
-    for seed in arguments.seeds:
-        for signal, flags in SIGNALS.items():
-            folder = arguments.out / f"seed{seed}-{signal}"
-            if (folder / "summary.json").is_file():
-                continue
-            command = [
-                sys.executable, str(LAUNCHER), "--recipe", arguments.recipe, "--model", str(tiny.model),
-                "--reward-model", str(tiny.reward), "--data-jsonl", str(tiny.train_jsonl),
-                "--eval-data-jsonl", str(tiny.eval_jsonl), "--output-dir", str(folder), "--resume", "latest",
-                "--seed", str(seed), *flags, *arguments.extra,
-            ]  # fmt: skip
-            print(f"seed {seed}, {signal}: {folder}", flush=True)
-            with (arguments.out / f"seed{seed}-{signal}.log").open("ab") as log:
-                code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-            if code != 0:
-                failed.append(f"seed {seed}, {signal}: exit code {code}, log {log.name}")
+
+    numbers: SimpleQueue[int] = SimpleQueue()
+    for number in range(arguments.workers):
+        numbers.put(number)
+
+    def go(run: Run) -> str | None:
+        folder = run.folder(arguments.out)
+        if (folder / "summary.json").is_file():
+            return None
+        rewards = ["pickscore"] if "gdpo" not in run.recipe else ["pickscore", "clip"]
+        models = {
+            "pickscore": ["--reward-model", str(tiny.reward)],
+            "clip": ["--reward.functions.1.model", str(tiny.clip)],
+        }
+        number = numbers.get()
+        command = [
+            *_pinned(number, arguments.workers), sys.executable, str(LAUNCHER), "--recipe", run.recipe, "--model", str(tiny.model),
+            "--data-jsonl", str(tiny.train_jsonl), "--eval-data-jsonl", str(tiny.eval_jsonl),
+            "--output-dir", str(folder), "--resume", "latest", "--seed", str(run.seed),
+            *(flag for reward in rewards for flag in models[reward]), *SIGNALS[run.signal], *arguments.extra,
+        ]  # fmt: skip
+        print(f"{run.recipe}, seed {run.seed}, {run.signal}: {folder}", flush=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_suffix(".log").open("ab") as log:
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        numbers.put(number)
+        return f"{run.recipe}, seed {run.seed}, {run.signal}: exit code {code}, log {log.name}" if code else None
+
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        failed = [fault for fault in pool.map(go, all_runs(arguments)) if fault is not None]
     report(arguments)
     print("\n".join(failed))
     return 1 if failed else 0
 
 
+def _pinned(number: int, workers: int) -> list[str]:
+    """Runs beside each other keep to cores of their own; threads that wait for each other would cost more than they do."""
+    cores = sorted(os.sched_getaffinity(0))[number::workers]
+    return [] if workers == 1 or not cores else ["taskset", "-c", ",".join(map(str, cores))]
+
+
+def all_runs(arguments: Arguments) -> Iterator[Run]:
+    for recipe in arguments.recipes:
+        for seed in arguments.seeds:
+            for signal in arguments.signals:
+                yield Run(recipe, seed, signal)
+
+
 def report(arguments: Arguments) -> None:
     """Table, figures and picture of the finished runs."""
-    runs = {
-        (seed, signal): json.loads(path.read_text())
-        for seed in arguments.seeds
-        for signal in SIGNALS
-        if (path := arguments.out / f"seed{seed}-{signal}" / "summary.json").is_file()
+    done = {
+        run: json.loads(path.read_text())
+        for run in all_runs(arguments)
+        if (path := run.folder(arguments.out) / "summary.json").is_file()
     }
-    rows, results = [], []
-    for seed in arguments.seeds:
-        if not all((seed, signal) in runs for signal in SIGNALS):
-            continue
-        true, flipped, zero = (runs[seed, signal] for signal in SIGNALS)
-        # gain(true) - gain(flipped), paired over the records: both began with the same videos.
-        difference = paired_gain(_gains(flipped), _gains(true))
-        results.append(
-            {
-                "seed": seed,
-                "gain_true": [true["eval_gain_mean"], true["eval_gain_ci95"]],
-                "gain_flipped": [flipped["eval_gain_mean"], flipped["eval_gain_ci95"]],
-                "gain_zero": zero["eval_gain_mean"],
-                "true_minus_flipped": [difference.mean, difference.ci95],
-                "holds": difference.mean - difference.ci95 > 0 and all(gain == 0 for gain in _gains(zero)),
-                "max_log_prob_gap": max(run["max_log_prob_gap"] for run in (true, flipped, zero)),
-            }
-        )
-        rows.append(
-            f"| {seed} | {_pm(true)} | {_pm(flipped)} | {zero['eval_gain_mean']:g} | "
-            f"{difference.mean:+.4f} ± {difference.ci95:.4f} | {'yes' if results[-1]['holds'] else 'no'} |"
-        )
+    results = []
+    for recipe in arguments.recipes:
+        for seed in arguments.seeds:
+            runs = {signal: done.get(Run(recipe, seed, signal)) for signal in arguments.signals}
+            if all(runs.values()):
+                results.append(_result(recipe, seed, runs))
     (arguments.out / "evidence.json").write_text(json.dumps(results, indent=2))
-    head = [
-        "| seed | gain, true signal | gain, flipped | gain, rate 0 | true - flipped (paired, 95 %) | lower end above 0, rate 0 exactly 0 |",
-        "|---|---|---|---|---|---|",
-    ]
-    (arguments.out / "evidence.md").write_text("\n".join([*head, *rows]) + "\n")
+    (arguments.out / "evidence.md").write_text(_table(results, with_zero="zero" in arguments.signals))
     _draw(arguments)
+
+
+def _result(recipe: str, seed: int, runs: dict[Signal, Any]) -> dict[str, Any]:
+    true, flipped, zero = runs["true"], runs["flipped"], runs.get("zero")
+    # gain(true) - gain(flipped), paired over the records: both began with the same videos.
+    difference = paired_gain(_gains(flipped), _gains(true))
+    held = difference.mean - difference.ci95 > 0
+    result = {
+        "recipe": recipe,
+        "seed": seed,
+        "gain_true": [true["eval_gain_mean"], true["eval_gain_ci95"]],
+        "gain_flipped": [flipped["eval_gain_mean"], flipped["eval_gain_ci95"]],
+        "true_minus_flipped": [difference.mean, difference.ci95],
+        "holds": held,
+        "max_log_prob_gap": max(run["max_log_prob_gap"] for run in runs.values()),
+    }
+    if zero is not None:
+        result |= {"gain_zero": zero["eval_gain_mean"], "holds": held and all(gain == 0 for gain in _gains(zero))}
+    return result
+
+
+def _table(results: list[dict[str, Any]], *, with_zero: bool) -> str:
+    claim = "lower end above 0" + (", rate 0 exactly 0" if with_zero else "")
+    head = ["recipe", "seed", "gain, true signal", "gain, flipped", "true - flipped (paired, 95 %)", claim]
+    rows = [
+        [
+            result["recipe"],
+            str(result["seed"]),
+            *(f"{mean:+.4f} ± {ci95:.4f}" for mean, ci95 in (result["gain_true"], result["gain_flipped"])),
+            "{:+.4f} ± {:.4f}".format(*result["true_minus_flipped"]),
+            "yes" if result["holds"] else "no",
+        ]
+        for result in results
+    ]
+    if with_zero:
+        head.insert(4, "gain, rate 0")
+        for row, result in zip(rows, results, strict=True):
+            row.insert(4, f"{result['gain_zero']:g}")
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _gains(summary: dict[str, list[float]]) -> list[float]:
@@ -114,16 +186,17 @@ def _gains(summary: dict[str, list[float]]) -> list[float]:
     return [after - before for before, after in pairs]
 
 
-def _pm(summary: dict[str, float]) -> str:
-    return f"{summary['eval_gain_mean']:+.4f} ± {summary['eval_gain_ci95']:.4f}"
-
-
 def _draw(arguments: Arguments) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for seed in arguments.seeds:
-        for signal in SIGNALS:
-            path = arguments.out / f"seed{seed}-{signal}" / "metrics.jsonl"
-            if not path.is_file():
+    columns = min(4, len(arguments.recipes))
+    rows = -(-len(arguments.recipes) // columns)
+    size = (7, 4) if len(arguments.recipes) == 1 else (3.2 * columns, 2.4 * rows)
+    figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, sharex=True)
+    for place in list(grid.flat)[len(arguments.recipes) :]:
+        place.set_visible(False)
+    for axes, recipe in zip(grid.flat, arguments.recipes, strict=False):
+        for run in all_runs(arguments):
+            path = run.folder(arguments.out) / "metrics.jsonl"
+            if run.recipe != recipe or not path.is_file():
                 continue
             history = read_metrics(path)
             points = [(step, row["eval/reward_mean"]) for step, row in history.items() if "eval/reward_mean" in row]
@@ -131,14 +204,16 @@ def _draw(arguments: Arguments) -> None:
             axes.plot(
                 [step for step, _ in points],
                 [reward - first for _, reward in points],
-                color=COLOURS[signal],
+                color=COLOURS[run.signal],
                 marker="o",
-                label=signal if seed == arguments.seeds[0] else None,
+                label=run.signal if run.seed == arguments.seeds[0] else None,
             )
-    axes.axhline(0, color="black", linewidth=0.5)
-    axes.set_xlabel("rollouts")
-    axes.set_ylabel("change of the held-out reward")
-    axes.legend()
+        axes.axhline(0, color="black", linewidth=0.5)
+        if len(arguments.recipes) > 1:
+            axes.set_title(recipe, fontsize="small")
+    figure.supxlabel("rollouts")
+    figure.supylabel("change of the held-out reward")
+    grid.flat[0].legend()
     figure.savefig(arguments.out / "evidence.png", dpi=120)
 
 

@@ -205,7 +205,7 @@ def _prepare_process(config: Config, *, processes: int) -> None:
     that is asked for, before anything is computed."""
     import torch
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
     if config.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS needs to be it
         torch.backends.cudnn.benchmark = False
