@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -55,8 +56,8 @@ class Arguments:
     """Learning signals."""
     workers: int = 1
     """Runs at the same time."""
-    extra: tuple[str, ...] = ()
-    """Further flags of the launcher, for every run."""
+    extra: str = ""
+    """Further flags of the launcher, for every run, as on a command line: --extra="--rollout.engine local"."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def main() -> int:
             *_pinned(number, arguments.workers), sys.executable, str(LAUNCHER), "--recipe", run.recipe, "--model", str(tiny.model),
             "--data-jsonl", str(tiny.train_jsonl), "--eval-data-jsonl", str(tiny.eval_jsonl),
             "--output-dir", str(folder), "--resume", "latest", "--seed", str(run.seed),
-            *(flag for reward in rewards for flag in models[reward]), *SIGNALS[run.signal], *arguments.extra,
+            *(flag for reward in rewards for flag in models[reward]), *SIGNALS[run.signal], *shlex.split(arguments.extra),
         ]  # fmt: skip
         print(f"{run.recipe}, seed {run.seed}, {run.signal}: {folder}", flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
