@@ -224,6 +224,11 @@ def _other_faults(config: Config) -> list[str]:
         faults.append(
             f"eval.interval = {config.eval.interval} needs validation records: give data.eval (--eval-data-jsonl), or set it to 0"
         )
+    if config.deterministic and any("attention-backend" in argument for argument in config.rollout.server_args):
+        faults.append(
+            "rollout.server_args chooses an attention backend and deterministic = true: only torch's own attention is known "
+            "to be it, and is chosen then; leave one of them out"
+        )
     names = [function.name for function in config.reward.functions]
     if len(set(names)) < len(names):
         faults.append(f"reward.functions: names must differ, got {', '.join(names)}")

@@ -192,6 +192,92 @@ def test_the_legal_neighbours_of_those_are_accepted():
     load(**{**BATCH, "rollout.window_range": [0, 9]})
 
 
+NFT = {
+    "algorithm.loss": "nft",
+    "rollout.sampler": "ode",
+    "rollout.guidance_scale": 1.0,
+    "training.ema_decay": 0.5,
+}
+LOCAL = {"rollout.engine": "local"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rollout.sampler": "dance_sde"},
+            "rollout.sampler = dance_sde: SGLang has no such law; use rollout.engine = local",
+        ),
+        ({"rollout.sampler": "flow_grpo_wan"}, "rollout.sampler = flow_grpo_wan: SGLang has no such law"),
+        (
+            {"rollout.sampler": "ode"},
+            "algorithm.loss = grpo with rollout.sampler = ode: nft learns from rollouts without noise",
+        ),
+        ({**NFT, "rollout.sampler": "flow_sde"}, "algorithm.loss = nft with rollout.sampler = flow_sde"),
+        ({**NFT, "rollout.guidance_scale": 5.0}, "rollout.guidance_scale = 5 with algorithm.loss = nft"),
+        ({**NFT, "training.ema_decay": None}, "its old policy is an average of the adapter; set training.ema_decay"),
+        ({**NFT, "algorithm.kl_beta": 0.1}, "algorithm.kl_beta with loss nft"),
+        ({**NFT, "algorithm.old_log_prob": "recompute"}, "algorithm.old_log_prob = recompute with loss nft"),
+        ({**NFT, "algorithm.nft.sigmas_per_sample": 11}, "sigmas_per_sample = 11 of the 10 sigmas of the grid"),
+        ({**NFT, "algorithm.step_weight": "noise_level"}, "algorithm.step_weight = noise_level with loss nft"),
+        (
+            {"algorithm.loss": "guard", "algorithm.step_weight": "noise_level"},
+            "algorithm.step_weight = noise_level with loss guard",
+        ),
+        ({"rollout.cps_log_prob": "squared_error"}, "rollout.cps_log_prob = squared_error with sampler flow_sde"),
+        (
+            {"algorithm.loss": "dppo", "rollout.sampler": "cps", "rollout.cps_log_prob": "squared_error"},
+            "rollout.cps_log_prob = squared_error with loss dppo: it needs the density",
+        ),
+        ({"algorithm.kl_reference": "ema"}, "algorithm.kl_reference = ema needs training.ema_decay"),
+        ({"eval.weights": "ema"}, "eval.weights = ema needs training.ema_decay"),
+        ({"training.ema_rise": 0.001}, "training.ema_rise = 0.001 needs training.ema_decay"),
+        ({"rollout.steps": [1, 2]}, "rollout.steps = [1, 2] with step_selection = window; set that to given"),
+        (
+            {"rollout.step_selection": "given"},
+            "rollout.steps = []: step_selection = given needs different steps in [0, 9)",
+        ),
+        (
+            {"rollout.step_selection": "given", "rollout.steps": [1, 9]},
+            "rollout.steps = [1, 9]: step_selection = given",
+        ),
+        ({"rollout.sigmas": [1.0, 0.5, 0.0]}, "rollout.sigmas: 3 values, rollout.num_inference_steps + 1 = 11"),
+        ({"rollout.sigmas": [1.0] * 11}, "it does not fall"),
+        (
+            {"algorithm.best_of_n": 1, "algorithm.optimizer_steps_per_rollout": 3},
+            "2 algorithm.best_of_n = 8 is not divisible",
+        ),
+        (
+            {"deterministic": True, "rollout.server_args": ["--attention-backend", "fa"]},
+            "rollout.server_args chooses an attention backend and deterministic = true",
+        ),
+    ],
+)
+def test_settings_of_algorithms_and_samplers_that_do_not_go_together(changes, message):
+    found = faults(**{**BATCH, "training.micro_batch_size": 1, **changes})
+    assert any(message in fault for fault in found), found
+
+
+def test_the_local_engine_has_every_law_and_needs_no_device_of_its_own():
+    load(**{**BATCH, **LOCAL, "rollout.sampler": "dance_sde"})
+    load(**{**BATCH, **LOCAL, "rollout.num_engines": 9})
+
+
+@pytest.mark.parametrize(
+    ("changes", "pairs"),
+    [
+        ({}, "6 samples x 3 kept steps = 18 pairs"),
+        ({"rollout.step_selection": "all"}, "6 samples x 9 kept steps = 54 pairs"),
+        ({"rollout.step_selection": "given", "rollout.steps": [0, 4]}, "6 samples x 2 kept steps = 12 pairs"),
+        ({"rollout.step_selection": "subset"}, "6 samples x 3 kept steps = 18 pairs"),
+        ({**NFT, "algorithm.nft.sigmas_per_sample": 4}, "6 samples x 4 noise levels = 24 pairs"),
+        ({"algorithm.best_of_n": 1}, "2 samples x 3 kept steps = 6 pairs"),
+    ],
+)
+def test_the_batch_equation_counts_what_is_trained(changes, pairs):
+    assert pairs in batch_equation(load(**{**BATCH, "training.micro_batch_size": 1, **changes}))
+
+
 def test_independent_illegal_combinations_come_together():
     found = faults(**{**BATCH, "training.micro_batch_size": 4, "eval.interval": 5, "rollout.window_range": [0, 99]})
     assert len(found) == 3

@@ -28,6 +28,7 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "eval_reward_after": "Mean validation reward of the last validation, not of the best",
     "eval_gain_mean": "Mean over the records of after minus before",
     "eval_gain_ci95": "Half-width of its 95 % interval, paired over the records",
+    "engine": "Who generated: sglang, or local (the training ranks)",
     "tp_size": "Tensor-parallel size of an engine",
     "dp_size": "FSDP2 ranks",
     "fsdp_blocks": "Transformer blocks that are sharded",

@@ -39,10 +39,10 @@ class Finished:
         return json.loads((self.folder / "summary.json").read_text())
 
 
-def command(paths: TinyPaths, folder: Path, *extra: str) -> list[str]:
+def command(paths: TinyPaths, folder: Path, *extra: str, recipe: str = "tiny_ti2v") -> list[str]:
     """The launcher's command line for the tiny checkpoint on two CPU slots: TP 2, two FSDP ranks."""
     return [
-        sys.executable, str(LAUNCHER), "--recipe", "tiny_ti2v", "--device", "cpu", "--num-gpus", "2",
+        sys.executable, str(LAUNCHER), "--recipe", recipe, "--device", "cpu", "--num-gpus", "2",
         "--model", str(paths.model), "--reward-model", str(paths.reward), "--data-jsonl", str(paths.train_jsonl),
         "--eval-data-jsonl", str(paths.eval_jsonl), "--output-dir", str(folder), *extra,
     ]  # fmt: skip

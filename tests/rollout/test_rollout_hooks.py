@@ -375,3 +375,16 @@ def test_cpu_kernels() -> None:
         "residual norm: True",
         "bfloat16: True",
     ], result.stderr[-2000:]
+
+
+def test_strict_determinism_is_for_runs_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        monkeypatch.delenv(hooks.DETERMINISTIC_VARIABLE, raising=False)
+        hooks.be_deterministic(None)
+        assert not torch.are_deterministic_algorithms_enabled()
+        monkeypatch.setenv(hooks.DETERMINISTIC_VARIABLE, "1")
+        hooks.be_deterministic(None)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -8,15 +8,17 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from miles_wan.errors import EngineError, InputError
+from miles_wan.rollout.sglang.hooks import DETERMINISTIC_VARIABLE
 from miles_wan.rollout.sglang.ports import PortLease
 from miles_wan.rollout.sglang.server import SGLangServer
-from miles_wan.rollout.sglang.settings import EngineSettings, server_environment
+from miles_wan.rollout.sglang.settings import EngineSettings, server_command, server_environment
 
 SUPERVISE = [sys.executable, "-m", "miles_wan.rollout.sglang.supervisor"]
 FAMILY = "sleep 300 & echo $! > {file}; trap '' INT; wait; wait"  # a shell with a child, deaf to interrupts
@@ -137,6 +139,19 @@ def test_sglang_gets_device_numbers_in_the_order_that_nvml_counts(tmp_path: Path
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     with pytest.raises(InputError, match=r"as numbers, not as GPU-aa"):  # it would fail with int("GPU-aa")
         EngineSettings(model_path="m", model_id="i", devices=("GPU-aa",), log_dir=tmp_path)
+
+
+def test_a_deterministic_server_is_told_so_and_takes_the_attention_that_torch_controls(tmp_path: Path) -> None:
+    plain = EngineSettings(model_path="m", model_id="i", devices=("0",), log_dir=tmp_path)
+    strict = replace(plain, deterministic=True)
+    assert DETERMINISTIC_VARIABLE not in server_environment(plain, "token", {})
+    environment = server_environment(strict, "token", {})
+    assert environment[DETERMINISTIC_VARIABLE] == "1"
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # of torch's two legal values the fast one
+    ports = {"port": 1, "scheduler_port": 2, "master_port": 3}
+    command = server_command(strict, **ports)
+    assert command[command.index("--attention-backend") + 1] == "torch_sdpa"
+    assert "--attention-backend" not in server_command(plain, **ports)
 
 
 def test_devices_must_fit_the_parallel_sizes(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ Args = tuple[tuple[Any, ...], dict[str, Any]]
 SIGMAS_KEY = "miles_wan_sigmas"  # in a request's diffusers_kwargs, which reach a stage untouched
 RUN_VARIABLE = "MILES_WAN_RUN_ID"  # the launcher's: what bears its value is removed when the run ends
 
+DETERMINISTIC_VARIABLE = "MILES_WAN_DETERMINISTIC"
 _requested = threading.local()
 _VISUAL_STREAM = "visual"
 _IDLE_POLL_MILLISECONDS = 500
@@ -184,6 +185,16 @@ def freeze_heap(*_args: Any, **_kwargs: Any) -> None:
     if gc.get_freeze_count() == 0:
         gc.collect()
         gc.freeze()
+
+
+def be_deterministic(_worker: Any) -> None:
+    """Before ``init_device_and_model``: if the run asks for it, only operations with the same result in every run."""
+    if os.environ.get(DETERMINISTIC_VARIABLE) != "1":
+        return
+    import torch
+
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
 
 
 def ensure_cpu_kernels(*_args: Any, **_kwargs: Any) -> None:

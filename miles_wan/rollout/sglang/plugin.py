@@ -214,6 +214,15 @@ HOOKS: tuple[Hook, ...] = (
         marker="gc.collect()",
     ),
     Hook(
+        name="determinism",
+        fault="the engine has no strict deterministic mode",
+        patches=(
+            Patch(f"{_ROOT}.managers.gpu_worker.GPUWorker.init_device_and_model", "before", hooks.be_deterministic),
+        ),
+        file=f"{_RUNTIME}/managers/gpu_worker.py",
+        marker="def init_device_and_model(",
+    ),
+    Hook(
         name="cpu_kernels",
         fault="two fused norm kernels are missing in the wheel, so every denoising step fails on a CPU",
         patches=tuple(

@@ -13,8 +13,11 @@ from typing import Literal
 
 from miles_wan.config import Config
 from miles_wan.errors import InputError
+from miles_wan.rollout.sglang.hooks import DETERMINISTIC_VARIABLE
 from miles_wan.rollout.sglang.identity import TOKEN_VARIABLE
 from miles_wan.wan.family import load_family, resolve_model
+
+DETERMINISTIC_ATTENTION = "torch_sdpa"  # the only one of the engine's backends that torch's strict mode controls
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class EngineSettings:
     server_args: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     threads: int | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if len(self.devices) != self.world_size:
@@ -80,6 +84,7 @@ def engine_settings(config: Config, devices: Sequence[str], log_dir: str | Path)
         request_timeout=rollout.request_timeout,
         start_timeout=rollout.start_timeout,
         server_args=rollout.server_args,
+        deterministic=config.deterministic,
     )
 
 
@@ -102,6 +107,8 @@ def server_command(settings: EngineSettings, *, port: int, scheduler_port: int, 
         "--lora-merge-mode": settings.lora_merge_mode,
         "--warmup-mode": "off",
     }
+    if settings.deterministic and settings.device == "cuda":
+        options["--attention-backend"] = DETERMINISTIC_ATTENTION
     flags = [text for name, value in options.items() for text in (name, str(value))]
     main = "from sglang.cli.main import main; main()"  # a module that workers re-import would load too early
     return [
@@ -132,4 +139,6 @@ def server_environment(settings: EngineSettings, token: str, base: Mapping[str, 
             "OMP_NUM_THREADS": str(threads),
             "TORCHDYNAMO_DISABLE": "1",  # compiling costs minutes of a CPU and gives tiny models nothing
         }
+    if settings.deterministic:
+        environment |= {DETERMINISTIC_VARIABLE: "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return environment | dict(settings.environment)
