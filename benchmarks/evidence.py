@@ -11,6 +11,7 @@ Writes ``evidence.json``, ``evidence.md`` and ``evidence.png``.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -25,7 +27,7 @@ from typing import Any, Literal
 import matplotlib
 import tyro
 
-from miles_wan.tiny import make_tiny
+from miles_wan.tiny import TinyPaths, make_tiny
 from miles_wan.tracking.sinks import read_metrics
 from miles_wan.tracking.summary import paired_gain
 
@@ -56,6 +58,8 @@ class Arguments:
     """Learning signals."""
     workers: int = 1
     """Runs at the same time."""
+    in_process: bool = False
+    """Many runs in one process each, without Ray, checkpoints and videos: for rollout.engine local on one rank."""
     extra: str = ""
     """Further flags of the launcher, for every run, as on a command line: --extra="--rollout.engine local"."""
 
@@ -77,38 +81,71 @@ def main() -> int:
     arguments = tyro.cli(Arguments)
     tiny = make_tiny(arguments.out / "tiny")
 
-    numbers: SimpleQueue[int] = SimpleQueue()
-    for number in range(arguments.workers):
-        numbers.put(number)
-
-    def go(run: Run) -> str | None:
-        folder = run.folder(arguments.out)
-        if (folder / "summary.json").is_file():
-            return None
-        rewards = ["pickscore"] if "gdpo" not in run.recipe else ["pickscore", "clip"]
-        models = {
-            "pickscore": ["--reward-model", str(tiny.reward)],
-            "clip": ["--reward.functions.1.model", str(tiny.clip)],
-        }
-        number = numbers.get()
-        command = [
-            *_pinned(number, arguments.workers), sys.executable, str(LAUNCHER), "--recipe", run.recipe, "--model", str(tiny.model),
-            "--data-jsonl", str(tiny.train_jsonl), "--eval-data-jsonl", str(tiny.eval_jsonl),
-            "--output-dir", str(folder), "--resume", "latest", "--seed", str(run.seed),
-            *(flag for reward in rewards for flag in models[reward]), *SIGNALS[run.signal], *shlex.split(arguments.extra),
-        ]  # fmt: skip
-        print(f"{run.recipe}, seed {run.seed}, {run.signal}: {folder}", flush=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".log").open("ab") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-        numbers.put(number)
-        return f"{run.recipe}, seed {run.seed}, {run.signal}: exit code {code}, log {log.name}" if code else None
-
-    with ThreadPoolExecutor(arguments.workers) as pool:
-        failed = [fault for fault in pool.map(go, all_runs(arguments)) if fault is not None]
+    missing = [run for run in all_runs(arguments) if not (run.folder(arguments.out) / "summary.json").is_file()]
+    if arguments.in_process:
+        with multiprocessing.get_context("spawn").Pool(arguments.workers, _keep_to_cores, [arguments.workers]) as pool:
+            failed = [fault for fault in pool.imap(partial(in_process, arguments, tiny), missing, 1) if fault]
+    else:
+        cores: SimpleQueue[int] = SimpleQueue()
+        for number in range(arguments.workers):
+            cores.put(number)
+        with ThreadPoolExecutor(arguments.workers) as threads:
+            failed = [fault for fault in threads.map(partial(launched, arguments, tiny, cores), missing) if fault]
     report(arguments)
     print("\n".join(failed))
     return 1 if failed else 0
+
+
+def flags_of(arguments: Arguments, tiny: TinyPaths, run: Run) -> list[str]:
+    """The launcher's flags of a run."""
+    clip = ["--reward.functions.1.model", str(tiny.clip)] if "gdpo" in run.recipe else []
+    return [
+        "--recipe", run.recipe, "--model", str(tiny.model), "--reward-model", str(tiny.reward), *clip,
+        "--data-jsonl", str(tiny.train_jsonl), "--eval-data-jsonl", str(tiny.eval_jsonl),
+        "--output-dir", str(run.folder(arguments.out)), "--seed", str(run.seed),
+        *SIGNALS[run.signal], *shlex.split(arguments.extra),
+    ]  # fmt: skip
+
+
+def launched(arguments: Arguments, tiny: TinyPaths, cores: SimpleQueue[int], run: Run) -> str | None:
+    """A run of the launcher; what went wrong, if anything."""
+    folder = run.folder(arguments.out)
+    number = cores.get()
+    command = [*_pinned(number, arguments.workers), sys.executable, str(LAUNCHER), "--resume", "latest"]
+    print(f"{run.recipe}, seed {run.seed}, {run.signal}: {folder}", flush=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".log").open("ab") as log:
+        command += flags_of(arguments, tiny, run)
+        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    cores.put(number)
+    return f"{run.recipe}, seed {run.seed}, {run.signal}: exit code {code}, log {log.name}" if code else None
+
+
+def in_process(arguments: Arguments, tiny: TinyPaths, run: Run) -> str | None:
+    """A run in this process; what went wrong, if anything."""
+    from one_process import run_in_process
+
+    from miles_wan.cluster.launch import check, read_flags
+    from miles_wan.errors import MilesWanError
+
+    print(f"{run.recipe}, seed {run.seed}, {run.signal}: {run.folder(arguments.out)}", flush=True)
+    try:
+        config = read_flags(flags_of(arguments, tiny, run))
+        check(config)
+        run_in_process(config, run.folder(arguments.out))
+    except MilesWanError as error:
+        return f"{run.recipe}, seed {run.seed}, {run.signal}: {error}"
+    return None
+
+
+def _keep_to_cores(workers: int) -> None:
+    """In a worker: one share of the cores, and as many threads."""
+    import torch
+
+    number = multiprocessing.current_process()._identity[0] - 1
+    cores = sorted(os.sched_getaffinity(0))[number % workers :: workers]
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
 
 
 def _pinned(number: int, workers: int) -> list[str]:
