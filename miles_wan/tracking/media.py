@@ -18,6 +18,9 @@ from miles_wan.tracking.writing import TrackingError, replacing, write_failure
 # because common Python readers assume it whatever the file says; primaries and transfer are those of screens.
 _MATRIX_BT601, _PRIMARIES_BT709, _LIMITED_RANGE = 6, 1, 1
 
+# On a busy machine x264's threads sometimes chose other quantisers for the same frames (1 video of 36).
+_REPRODUCIBLE = "threads=1:lookahead-threads=1:sync-lookahead=0"
+
 
 def write_video(path: str | Path, frames: NDArray[np.uint8], fps: float) -> Path:
     """Write ``frames`` as H.264 mp4 (yuv420p) and return the path. The file appears only when it is complete.
@@ -56,7 +59,7 @@ def _padded_to_even(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def _encode(path: Path, frames: NDArray[np.uint8], fps: Fraction) -> None:
     with av.open(str(path), "w", format="mp4", options={"movflags": "faststart"}) as container:
-        stream = container.add_stream("libx264", rate=fps, options={"crf": "16"})
+        stream = container.add_stream("libx264", rate=fps, options={"crf": "16", "x264-params": _REPRODUCIBLE})
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
         context = stream.codec_context

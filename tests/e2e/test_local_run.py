@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from launching import ROOT, Finished, command, run
+from safetensors.torch import load_file
 
 from miles_wan.tiny import TinyPaths
 from miles_wan.tracking.names import is_timing
@@ -45,11 +46,16 @@ def metrics(finished: Finished) -> dict[int, dict[str, Any]]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.suffix in (".mp4", ".safetensors")
-    }
+    """Of the videos, and of the tensors of the adapters (the order of a safetensors file's metadata is random)."""
+    found = {}
+    for path in sorted([*folder.rglob("*.mp4"), *folder.rglob("*.safetensors")]):
+        content = path.read_bytes()
+        if path.suffix == ".safetensors":
+            content = b"".join(
+                name.encode() + tensor.numpy().tobytes() for name, tensor in sorted(load_file(path).items())
+            )
+        found[str(path.relative_to(folder))] = hashlib.sha256(content).hexdigest()
+    return found
 
 
 def test_two_deterministic_runs_are_equal_to_the_last_bit(runs: dict[str, Finished]) -> None:
