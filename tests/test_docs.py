@@ -20,7 +20,7 @@ def test_the_generated_pages_are_up_to_date() -> None:
 
 
 def test_every_link_in_the_pages_leads_somewhere() -> None:
-    pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md"]
+    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]
     broken = [
         f"{page.name}: {target}"
         for page in pages
