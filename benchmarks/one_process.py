@@ -6,20 +6,19 @@ run of the same configuration on one rank.
 from __future__ import annotations
 
 import json
-import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from miles_wan.cluster.pools import calls_of, deal, samples_of
+from miles_wan.cluster.pools import calls_of, deal_rollout, samples_of
 from miles_wan.cluster.requests import RequestPlanner
 from miles_wan.cluster.signal import train_signal
 from miles_wan.config import Config
 from miles_wan.controller import Controller, Parts, RunState
 from miles_wan.data import load_records
-from miles_wan.records import RewardInput, RolloutRequest, Sample, Score, TrainItem, TrainSignal, derived_seed
+from miles_wan.records import RewardInput, RolloutRequest, Sample, Score, TrainItem, TrainSignal
 from miles_wan.rewards.composite import RewardModel
 from miles_wan.rollout.local.engine import LocalEngine
 from miles_wan.tracking.summary import mean_ci95, paired_gain
@@ -125,10 +124,8 @@ class _Handles:
         return train_signal(self._config, scores, group_ids)
 
     def update(self, items: Sequence[TrainItem], *, rollout_id: int) -> dict[str, float]:
-        shuffled = list(items)
-        random.Random(derived_seed(self._config.seed, "batch", rollout_id)).shuffle(shuffled)
-        steps = min(self._config.algorithm.optimizer_steps_per_rollout, len(shuffled))
-        return self._worker.update(deal(shuffled, steps=steps, ranks=1)[0], rollout_id=rollout_id)
+        steps = deal_rollout(self._config, items, rollout_id=rollout_id, ranks=1)[0]
+        return self._worker.update(steps, rollout_id=rollout_id)
 
     # Weights
     def push(self, policy_version: int, *, weights: str) -> dict[str, float]:

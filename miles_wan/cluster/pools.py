@@ -196,10 +196,7 @@ class TrainerGroup:
 
     def update(self, items: Sequence[TrainItem], *, rollout_id: int) -> dict[str, float]:
         """One rollout's optimizer steps, at most one for each item."""
-        shuffled = list(items)
-        random.Random(derived_seed(self._config.seed, "batch", rollout_id)).shuffle(shuffled)
-        steps = min(self._config.algorithm.optimizer_steps_per_rollout, len(shuffled))
-        dealt = deal(shuffled, steps=steps, ranks=len(self._ranks))
+        dealt = deal_rollout(self._config, items, rollout_id=rollout_id, ranks=len(self._ranks))
         calls = [actor.update.remote(part, rollout_id) for actor, part in zip(self._ranks, dealt, strict=True)]
         return gather(calls)[0]
 
@@ -214,6 +211,15 @@ class TrainerGroup:
     def export(self, directory: str, *, weights: str = "policy") -> None:
         """Write the adapter, or its average (``ema``), in diffusers format."""
         gather([rank.export.remote(directory, weights) for rank in self._ranks])
+
+
+def deal_rollout(
+    config: Config, items: Sequence[TrainItem], *, rollout_id: int, ranks: int
+) -> list[list[list[TrainItem]]]:
+    """Deal the items of a rollout in a seeded random order to at most so many optimizer steps as there are items."""
+    shuffled = list(items)
+    random.Random(derived_seed(config.seed, "batch", rollout_id)).shuffle(shuffled)
+    return deal(shuffled, steps=min(config.algorithm.optimizer_steps_per_rollout, len(shuffled)), ranks=ranks)
 
 
 def deal(items: Sequence[TrainItem], *, steps: int, ranks: int) -> list[list[list[TrainItem]]]:

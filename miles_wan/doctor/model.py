@@ -36,7 +36,7 @@ def family_faults(model: ModelFolder, config: Config, datasets: list[Dataset]) -
             "use a wan2.2-ti2v-5b"
         )
     heads, split = model.transformer.get("num_attention_heads"), rollout.tp_size * rollout.sp_size
-    if isinstance(heads, int) and heads > 0 and heads % split:
+    if rollout.engine == "sglang" and isinstance(heads, int) and heads > 0 and heads % split:
         sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
         faults.append(
             f"rollout.tp_size x rollout.sp_size = {rollout.tp_size} x {rollout.sp_size}: the {heads} attention heads do not "

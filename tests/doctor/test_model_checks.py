@@ -183,6 +183,14 @@ def test_attention_heads_must_divide_over_an_engines_devices(
     assert f"do not divide by {split}; it can be 1, 2" in fault
 
 
+def test_attention_heads_are_no_matter_where_the_ranks_generate(tree: dict[str, Any]) -> None:
+    tree["cluster"]["num_gpus"] = 3
+    shard_over_all(tree)
+    tree["rollout"].update(tp_size=3, engine="local")
+    check(tree)
+
+
+
 def test_one_frame_without_images_is_legal(tree: dict[str, Any], tmp_path: Path) -> None:
     tree["data"] = {"train": write_lines(tmp_path / "a.jsonl", {"input": "a"}), "eval": None}
     tree["eval"]["interval"] = 0
