@@ -18,8 +18,8 @@ from miles_wan.tracking.writing import TrackingError, replacing, write_failure
 # because common Python readers assume it whatever the file says; primaries and transfer are those of screens.
 _MATRIX_BT601, _PRIMARIES_BT709, _LIMITED_RANGE = 6, 1, 1
 
-# On a busy machine x264's threads sometimes chose other quantisers for the same frames (1 video of 36).
-_REPRODUCIBLE = "threads=1:lookahead-threads=1:sync-lookahead=0"
+# x264's macroblock tree reads memory that nobody has written: the same frames gave other quantisers in another process.
+_REPRODUCIBLE = "mbtree=0"
 
 
 def write_video(path: str | Path, frames: NDArray[np.uint8], fps: float) -> Path:

@@ -190,7 +190,6 @@ def test_attention_heads_are_no_matter_where_the_ranks_generate(tree: dict[str, 
     check(tree)
 
 
-
 def test_one_frame_without_images_is_legal(tree: dict[str, Any], tmp_path: Path) -> None:
     tree["data"] = {"train": write_lines(tmp_path / "a.jsonl", {"input": "a"}), "eval": None}
     tree["eval"]["interval"] = 0

@@ -1,7 +1,9 @@
 """A written mp4, read back by another decoder, holds the same pictures."""
 
+import os
 import resource
 import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -110,3 +112,29 @@ def test_a_full_disk_leaves_the_old_video_and_no_rest(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["a.mp4"]
+
+
+_ENCODE = """
+import hashlib, sys
+import numpy as np
+from miles_wan.tracking.media import write_video
+noise = np.random.default_rng(3).normal(size=(8, 8, 3)).repeat(4, 0).repeat(4, 1)
+frames = [np.clip(128 + 40 * np.roll(noise, 2 * k, axis=1) + 25 * k * (k > 2), 0, 255) for k in range(5)]
+for number in range(3):
+    path = write_video(sys.argv[1], np.stack(frames).astype(np.uint8), 8.0)
+print(hashlib.sha256(path.read_bytes()).hexdigest())
+"""
+
+
+def test_the_file_does_not_depend_on_what_lay_in_memory_before(tmp_path: Path) -> None:
+    files = {
+        subprocess.run(
+            [sys.executable, "-c", _ENCODE, str(tmp_path / "video.mp4")],
+            env={**os.environ, "MALLOC_PERTURB_": str(byte)},  # glibc fills fresh memory with it
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for byte in (0, 85, 170)
+    }
+    assert len(files) == 1
