@@ -298,6 +298,51 @@ def test_float32_timestep(apply: Any) -> None:
     assert expand() == pytest.approx([0.0] * 4 + [909.7] * 4, rel=1e-7)
 
 
+def test_float32_start(apply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages import wan_ti2v
+
+    for name, value in (("get_local_torch_device", torch.device("cpu")), ("get_sp_world_size", 1)):
+        monkeypatch.setattr(wan_ti2v, name, lambda value=value: value)
+    image_latent = torch.full((1, 48, 1, 2, 2), 0.3)
+    vae = SimpleNamespace(encode=lambda _image: SimpleNamespace(mean=image_latent), shift_factor=None, scaling_factor=1)
+    scales = SimpleNamespace(scale_factor_temporal=4, scale_factor_spatial=16)
+    config = SimpleNamespace(
+        vae_config=SimpleNamespace(arch_config=scales),
+        dit_config=SimpleNamespace(arch_config=SimpleNamespace(patch_size=(1, 2, 2))),
+    )
+    noise = torch.randn(1, 48, 2, 2, 2, generator=torch.Generator().manual_seed(3))
+
+    def start() -> torch.Tensor:
+        batch = SimpleNamespace(
+            image_latent=None, condition_image=torch.zeros(1, 3, 1, 32, 32), num_frames=5, height=32, width=32
+        )
+        arguments = SimpleNamespace(pipeline_config=config)
+        wan_ti2v.prepare_wan_ti2v_latents(vae, noise, torch.bfloat16, torch.float32, batch, arguments)
+        assert torch.equal(batch.latents[:, :, :1], image_latent)
+        return batch.latents[:, :, 1:]
+
+    assert torch.equal(start(), noise[:, :, 1:].bfloat16().float())
+    apply(HOOK["float32_start"])
+    assert torch.equal(start(), noise[:, :, 1:])
+
+
+def test_float32_guidance(apply: Any) -> None:
+    from sglang.multimodal_gen.runtime.distributed.cfg_policy import CFGPolicy
+
+    config = SimpleNamespace(postprocess_cfg_noise=lambda _batch, combined, _positive: combined)
+    positive, negative = (torch.tensor([value], dtype=torch.bfloat16) for value in (1.0078125, 1.0))
+
+    def guided(*, rollout: bool) -> torch.Tensor:
+        batch = SimpleNamespace(rollout=rollout, cfg_normalization=0, guidance_rescale=0.0)
+        return CFGPolicy().combine([positive, negative], batch, 1.5, config)
+
+    exact = torch.tensor([1.0 + 1.5 * 0.0078125])
+    assert torch.equal(guided(rollout=True), exact.bfloat16())
+    apply(HOOK["float32_guidance"])
+    assert torch.equal(guided(rollout=True), exact)
+    assert torch.equal(guided(rollout=False), exact.bfloat16())  # other requests are served as before
+
+
 def test_float32_adapter(apply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.multimodal_gen.runtime.layers.lora import linear
 

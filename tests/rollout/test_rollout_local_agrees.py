@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from cross_scoring import by_trainer, by_velocities, relative
 from rollout_replay import make_request
 
 from miles_wan.records import PromptRecord
@@ -23,10 +23,6 @@ EVERY_LAW = [("flow_sde", (0, 1, 4)), ("cps", (0, 1, 4)), ("ode", ())]
 @pytest.fixture(scope="module")
 def local(tiny_paths: TinyPaths, transformer: Any) -> LocalEngine:
     return LocalEngine(tiny_paths.model, transformer, dtype="fp32", expand_timesteps=True, device=torch.device("cpu"))
-
-
-def relative(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
-    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
 
 @pytest.mark.parametrize(("kind", "steps"), EVERY_LAW)
@@ -67,6 +63,38 @@ def test_both_engines_make_the_same_samples(
         np.testing.assert_allclose(our.trajectory.sigmas, their.trajectory.sigmas, rtol=0, atol=1e-7)
         assert (our.trajectory.steps, our.trajectory.has_condition) == (steps, image)
         assert their.trajectory.has_condition is image
+
+
+@pytest.mark.parametrize("kind", ["flow_sde", "cps"])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("image", [True, False])
+def test_the_other_side_gives_each_trajectory_the_same_likelihood(
+    engine: SGLangEngine,
+    local: LocalEngine,
+    transformer: Any,
+    record: PromptRecord,
+    run: Any,
+    image: bool,
+    guidance: float,
+    kind: str,
+) -> None:
+    request = make_request(
+        record,
+        image=image,
+        seeds=(7, 100),
+        num_frames=9,
+        height=64,
+        guidance_scale=guidance,
+        kind=kind,
+        stochastic_steps=(0, 1, 2, 4),
+    )
+    theirs, ours = run(engine.generate_debug(request, [0, 1])), local.generate_debug(request, [0, 1])
+    for our, their in zip(ours, theirs, strict=True):
+        served, made = their.output.trajectory, our.output.trajectory
+        scored = by_trainer(transformer, served, theirs[0].output.conditioning, request.sampling)
+        np.testing.assert_allclose(served.log_probs, scored, rtol=0, atol=1e-5)
+        scored = by_velocities(their.debug.model_outputs, made, request.sampling)
+        np.testing.assert_allclose(made.log_probs, scored, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("image", [True, False])

@@ -33,7 +33,7 @@ from test_rollout_messages import packed
 from miles_wan.cluster import lifeline
 from miles_wan.errors import EngineError
 from miles_wan.records import PromptRecord
-from miles_wan.rollout.sglang.canary import canary_query, check_canary
+from miles_wan.rollout.sglang.canary import canary_query, check_canary, check_start
 from miles_wan.rollout.sglang.client import SGLangClient
 from miles_wan.rollout.sglang.messages import Answer, SampleQuery, decode_tensor, parse_answer, request_body
 from miles_wan.rollout.sglang.payload import serialize_update, tensor_digest
@@ -51,6 +51,8 @@ LEFT_OUT = (
     "sampled_log_prob",
     "float32_transition",
     "float32_timestep",
+    "float32_start",
+    "float32_guidance",
     "uint8_frames",
     "own_adapter",
 )
@@ -164,6 +166,11 @@ def test_without_sampled_log_prob_the_check_after_start_fails(raw: dict[str, Any
 def test_without_float32_transition_the_check_after_start_fails(raw: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="its float32_transition hook is not in effect"):
         check_canary(parsed_as_if_asked(raw), with_image=False)  # so that the unmasked log-prob is right
+
+
+def test_without_float32_start_the_check_after_start_fails(raw: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="its float32_start hook is not in effect"):
+        check_start(parsed_as_if_asked(raw)[0], given=1)
 
 
 def test_a_merged_adapter_is_in_the_weights_rounded_once(unhooked: Unhooked, transformer: Any, run: Run) -> None:

@@ -194,7 +194,9 @@ def test_bf16_states_stay_float32(tiny_paths: TinyPaths, make_request: Any) -> N
     transformer = load_transformer(tiny_paths.model, dtype="bf16")
     engine = LocalEngine(tiny_paths.model, transformer, dtype="bf16", expand_timesteps=True, device=torch.device("cpu"))
     trajectory = engine.generate(make_request(), [0])[0].trajectory
-    after = torch.from_numpy(trajectory.latents[0, 1])
+    start, after = torch.from_numpy(trajectory.latents[0])
+    noise = torch.randn(1, *start.shape, generator=torch.Generator().manual_seed(trajectory.seed))[0]
+    assert torch.equal(start[:, 1:], noise[:, 1:])
     assert bool((after.bfloat16().float() != after).any())
 
 

@@ -80,8 +80,6 @@ def denoise(
     assert prompt is not None
     has_condition = torch.full((len(seeds),), given is not None, device=device)
     state = draw()
-    if given is not None:
-        state = state.to(dtype).float()  # the server engine rounds the first noise of an image-to-video sample
     for index in range(len(sigmas) - 1):
         sigma, stochastic = sigmas[index], index in stochastic_steps
         inputs = build_model_input(

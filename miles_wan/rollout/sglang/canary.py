@@ -62,8 +62,10 @@ def check_canary(answers: Sequence[Answer], *, with_image: bool) -> None:
         if answer.debug is None:
             raise EngineError("the check after start needs the engine's debug tensors")
         _check_noise(answer.debug.noises, answer.output.seed)
+        given = 1 if with_image else 0
         for step in _STEPS:
-            _check_step(answer, answer.debug, step=step, given=1 if with_image else 0)
+            _check_step(answer, answer.debug, step=step, given=given)
+        check_start(answer, given=given)
 
 
 def _check_noise(noises: Float32, seed: int) -> None:
@@ -76,6 +78,16 @@ def _check_noise(noises: Float32, seed: int) -> None:
                 f"the engine's noise of seed {seed} in step {step} is not what the seed gives: "
                 "its separate_outputs or generator_noise hook is not in effect"
             )
+
+
+def check_start(answer: Answer, *, given: int) -> None:
+    """Whether the first state is the seed's first draw, behind the ``given`` frames. Raises EngineError."""
+    state, seed = answer.states[0], answer.output.seed
+    start = torch.randn((1, *state.shape), generator=torch.Generator().manual_seed(seed))[0].numpy()
+    if not np.array_equal(state[:, given:], start[:, given:]):
+        raise EngineError(
+            f"the engine's first state is not the noise that seed {seed} gives: its float32_start hook is not in effect"
+        )
 
 
 def _check_step(answer: Answer, debug: DebugTensors, *, step: int, given: int) -> None:

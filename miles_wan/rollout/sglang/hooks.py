@@ -134,6 +134,21 @@ def float32_timestep(
     return (batch, t_device, torch.float32, seq_len, mask, patch_size), {}
 
 
+def float32_start(vae: Any, latents: Any, _target_dtype: Any, *args: Any, **kwargs: Any) -> Args:
+    """Before ``prepare_wan_ti2v_latents``: the first state is the noise of the seed, unrounded, as it is without an image.
+    The loop casts what it hands to the model itself."""
+    import torch
+
+    return (vae, latents, torch.float32, *args), kwargs
+
+
+def float32_guidance(policy: Any, predictions: Any, batch: Any, *args: Any, **kwargs: Any) -> Args | None:
+    """Before ``CFGPolicy.combine``: in a rollout guidance is arithmetic of its own, as in the trainer, not the model's."""
+    if not batch.rollout:
+        return None
+    return (policy, [prediction.float() for prediction in predictions], batch, *args), kwargs
+
+
 def uint8_frames(request_id: str, prompt: str, seed: int, rollout: bool, result: Any) -> None:
     """Before ``_build_response``: frames [B, 3, T, H, W] as bytes, a quarter of the answer's size."""
     import torch

@@ -162,6 +162,26 @@ HOOKS: tuple[Hook, ...] = (
         marker="t_device_rounded = t_device.to(target_dtype)",
     ),
     Hook(
+        name="float32_start",
+        fault="with a first image (TI2V) the initial noise is rounded to the model's dtype: it is not what the seed gives",
+        patches=(
+            Patch(
+                f"{_ROOT}.pipelines_core.stages.model_specific_stages.wan_ti2v.prepare_wan_ti2v_latents",
+                "before",
+                hooks.float32_start,
+            ),
+        ),
+        file=f"{_RUNTIME}/pipelines_core/stages/model_specific_stages/wan_ti2v.py",
+        marker="latent_model_input = latents.to(target_dtype)",
+    ),
+    Hook(
+        name="float32_guidance",
+        fault="classifier-free guidance is computed in the model's dtype: three roundings that the trainer does not have",
+        patches=(Patch(f"{_ROOT}.distributed.cfg_policy.CFGPolicy.combine", "before", hooks.float32_guidance),),
+        file=f"{_RUNTIME}/distributed/cfg_policy.py",
+        marker="results = [n + cfg_scale * (p - n) for p, n in zip(pos_t, neg_t)]",
+    ),
+    Hook(
         name="uint8_frames",
         fault="frames are answered as float32: 1.3 GB for a video of 704x1280x121",
         patches=(

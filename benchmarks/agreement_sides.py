@@ -1,0 +1,231 @@
+"""A server, a trainer and the local engine over the trainer's transformer, for ``agreement.py``. In: cases and records. Out:
+how far the two sides are apart, and updates that reach both.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from agreement_report import Case, Measurement
+
+from miles_wan.config import Config
+from miles_wan.flow import transition
+from miles_wan.records import Conditioning, PromptRecord, RolloutRequest, SamplingSettings, TrainItem, Trajectory
+from miles_wan.rollout.base import Answer, SyncReport, WeightPush
+from miles_wan.rollout.local.engine import LocalEngine
+from miles_wan.rollout.sglang.engine import SGLangEngine
+from miles_wan.rollout.sglang.payload import serialize_update
+from miles_wan.training.batch import step_batches
+from miles_wan.training.policy import PolicyObjective
+from miles_wan.training.velocity import VelocityModel
+from miles_wan.training.worker import TrainingWorker
+from miles_wan.wan.conditioning import sampled_mask
+from miles_wan.wan.load import load_transformer
+from miles_wan.weight_sync.update import make_update
+
+CPU = torch.device("cpu")
+SEEDS = (7, 100)
+STEPS, NUM_STEPS, ETA, SHIFT = (0, 1, 2, 4), 6, 0.7, 5.0
+GUIDANCE = (1.0, 3.0)
+SIZES = ((32, 32, 5), (96, 64, 9))  # width, height, frames
+RANK, ALPHA = 4, 8
+
+
+def cases() -> Iterator[Case]:
+    for kind, image, guidance, size in itertools.product(("flow_sde", "cps", "ode"), (True, False), GUIDANCE, SIZES):
+        yield Case(kind=kind, image=image, guidance=guidance, size=size)
+
+
+def request_for(
+    case: Case, record: PromptRecord, *, seeds: tuple[int, ...] = SEEDS, version: int = 0
+) -> RolloutRequest:
+    width, height, frames = case.size
+    sampling = SamplingSettings(
+        width=width,
+        height=height,
+        num_frames=frames,
+        fps=8,
+        num_inference_steps=NUM_STEPS,
+        guidance_scale=case.guidance,
+        flow_shift=SHIFT,
+        kind=case.kind,
+        noise_level=ETA,
+    )
+    return RolloutRequest(
+        record=record if case.image else replace(record, image_path=None),
+        seeds=seeds,
+        sampling=sampling,
+        stochastic_steps=() if case.kind == "ode" else STEPS,
+        policy_version=version,
+        rollout_id=version,
+        group_index=0,
+        keep_final=True,
+    )
+
+
+class Sides:
+    """A server, a trainer and the local engine over the trainer's transformer."""
+
+    def __init__(self, engine: SGLangEngine, worker: TrainingWorker, config: Config, model: Path) -> None:
+        self.engine, self.worker, self.config = engine, worker, config
+        self.local = LocalEngine(model, worker.transformer, dtype=config.model.dtype, expand_timesteps=True, device=CPU)
+
+    async def compare(self, case: Case, record: PromptRecord) -> Measurement:
+        """Both engines' videos of a case, each scored by the other side."""
+        request = request_for(case, record)
+        theirs = await self.engine.generate_debug(request, range(len(SEEDS)))
+        ours = self.local.generate_debug(request, range(len(SEEDS)))
+        conditioning = theirs[0].output.conditioning
+        assert conditioning is not None
+        pairs = list(zip(ours, theirs, strict=True))
+        gaps = [self.trainer_gaps(case, their.output.trajectory, conditioning) for their in theirs]
+        return Measurement(
+            case=case,
+            latents_relative=max(relative(a, b) for our, their in pairs for a, b in latent_pairs(our, their)),
+            latents_absolute=max(float(np.abs(a - b).max()) for pair in pairs for a, b in latent_pairs(*pair)),
+            velocity_relative=max(relative(a, b) for pair in pairs for a, b in velocity_pairs(*pair)),
+            log_prob=max(largest(our.log_probs - their.log_probs) for our, their in pairs),
+            sglang_by_trainer=max(map(largest, gaps)),
+            local_by_sglang=max(largest(self.sglang_gaps(request, our, their)) for our, their in pairs),
+            trainer_gaps={
+                str(step): [float(gap[k]) for gap in gaps] for k, step in enumerate(request.stochastic_steps)
+            },
+        )
+
+    @torch.no_grad()
+    def trainer_gaps(self, case: Case, trajectory: Trajectory | None, conditioning: Conditioning) -> np.ndarray:
+        """Log-prob of the trainer's forward minus the server's [K], on a trajectory of the server."""
+        assert trajectory is not None
+        rollout = self.config.rollout.model_copy(update={"guidance_scale": case.guidance, "sampler": case.kind})
+        config = self.config.model_copy(update={"rollout": rollout})
+        objective = PolicyObjective(VelocityModel(self.worker.transformer, None, config, expand_timesteps=True), config)
+        item = train_item(trajectory, conditioning, advantage=0.0)
+        gaps = [
+            (objective.law(batch).transition.log_prob - batch.engine_log_prob).numpy()
+            for batch in step_batches([item], size=1, device=CPU)
+        ]
+        return np.concatenate(gaps) if gaps else np.zeros(0)
+
+    def sglang_gaps(self, request: RolloutRequest, ours: Answer, theirs: Answer) -> np.ndarray:
+        """Log-prob by the server's velocities minus the local engine's [K], on a trajectory of the local engine."""
+        trajectory, given = ours.output.trajectory, request.record.image_path is not None
+        assert trajectory is not None
+        assert theirs.debug is not None
+        gaps = []
+        for (state, after), step, log_prob in zip(
+            torch.from_numpy(trajectory.latents), trajectory.steps, trajectory.log_probs, strict=True
+        ):
+            scored = transition(
+                request.sampling.kind,
+                state[None],
+                torch.from_numpy(theirs.debug.model_outputs[step])[None],
+                sigma=float(trajectory.sigmas[step]),
+                sigma_next=float(trajectory.sigmas[step + 1]),
+                sigma_max=float(trajectory.sigmas[1]),
+                noise_level=request.sampling.noise_level,
+                next_sample=after[None],
+                mask=sampled_mask(state[None], torch.tensor([given])),
+            )
+            gaps.append(float(scored.log_prob) - float(log_prob))
+        return np.array(gaps)
+
+    async def update(self, records: Sequence[PromptRecord], *, version: int) -> dict[str, float]:
+        """Train on videos of the server, with and without a first image; then push the new adapter into it."""
+        items: list[TrainItem] = []
+        for record, image in itertools.product(records, (True, False)):
+            case = Case(kind="flow_sde", image=image, guidance=3.0, size=SIZES[0])
+            seeds = tuple(SEEDS[0] + 1000 * version + index for index in range(2))
+            request = request_for(case, record, seeds=seeds, version=version - 1)
+            outputs = await self.engine.generate(request, (0, 1), return_conditioning=True)
+            conditioning = outputs[0].conditioning
+            assert conditioning is not None
+            for advantage, output in zip((1.0, -1.0), outputs, strict=True):
+                assert output.trajectory is not None
+                items.append(train_item(output.trajectory, conditioning, advantage=advantage))
+        metrics = self.worker.update([items], rollout_id=version - 1)
+        report = await self.push(version)
+        return {
+            "policy_version": report.policy_version,
+            "tensors": report.tensors,
+            "unmapped": report.unmapped,
+            "log_prob_gap_max": metrics["train/log_prob_gap_max"],
+            "pairs": metrics["train/log_prob_pairs"],
+            "grad_norm": metrics["train/grad_norm"],
+        }
+
+    async def push(self, version: int) -> SyncReport:
+        update = make_update(
+            self.worker.adapter().items(),
+            target_module="transformer",
+            alpha=ALPHA,
+            rank=RANK,
+            policy_version=version,
+        )
+        payload = serialize_update(update, "cpu", consumers=self.config.rollout.tp_size)
+        try:
+            return await self.engine.apply_weights(
+                WeightPush(
+                    target_module=payload.target_module,
+                    payloads=payload.texts,
+                    device_uuids=None,
+                    digests=payload.digests,
+                    alpha=payload.alpha,
+                    rank=payload.rank,
+                    nbytes=payload.nbytes,
+                    policy_version=payload.policy_version,
+                )
+            )
+        finally:
+            payload.release()
+
+
+def own_rounding(model: Path, record: PromptRecord) -> dict[float, float]:
+    """By guidance scale: what bfloat16 alone does to the velocity of the first step, relative to float32 arithmetic on the
+    same (bfloat16) weights. Both from the trainer's forward."""
+    loaded = load_transformer(model, dtype="bf16")
+    rounded, exact = (
+        LocalEngine(model, transformer, dtype=dtype, expand_timesteps=True, device=CPU)
+        for transformer, dtype in ((loaded, "bf16"), (copy.deepcopy(loaded).float(), "fp32"))
+    )
+    result: dict[float, float] = {}
+    for guidance in GUIDANCE:
+        request = request_for(Case(kind="ode", image=True, guidance=guidance, size=SIZES[-1]), record)
+        [ours], [theirs] = (engine.generate_debug(request, (0,)) for engine in (rounded, exact))
+        result[guidance] = relative(*next(velocity_pairs(ours, theirs)))
+    return result
+
+
+def train_item(trajectory: Trajectory, conditioning: Conditioning, *, advantage: float) -> TrainItem:
+    return TrainItem(
+        trajectory=trajectory, conditioning=conditioning, advantage=advantage, record_id="agreement", sample_index=0
+    )
+
+
+def latent_pairs(ours: Answer, theirs: Answer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Both ends of every kept step and the last latent."""
+    assert ours.output.trajectory is not None
+    assert theirs.output.trajectory is not None
+    assert theirs.states.keys() <= ours.states.keys()
+    for index, state in theirs.states.items():
+        yield ours.states[index], state
+
+
+def velocity_pairs(ours: Answer, theirs: Answer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of every step, deterministic ones included."""
+    assert ours.debug is not None
+    assert theirs.debug is not None
+    yield from zip(ours.debug.model_outputs, theirs.debug.model_outputs, strict=True)
+
+
+def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+def largest(values: np.ndarray) -> float:
+    return float(np.abs(values).max(initial=0.0))
