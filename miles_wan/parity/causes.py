@@ -1,12 +1,11 @@
-"""Why an engine and the trainer differ: each known cause is a hypothesis that is tried on the recorded data. In: pairs,
-returned and independently encoded conditioning. Out: the causes that fit, with their figures.
+"""Why an engine and the trainer differ, as far as the recorded data alone tell it: grid, law, conditioning, log-prob. In:
+pairs, returned and independently encoded conditioning. Out: the causes that fit, with their figures. It runs no model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,17 +13,14 @@ from scipy.optimize import minimize_scalar
 
 from miles_wan.flow import shifted_sigmas, step_std, transition
 from miles_wan.flow.transitions import ETA_KINDS
-from miles_wan.parity.pairs import Group, Pair, relative, rms
-from miles_wan.parity.parts import Adapter, Trainer
-from miles_wan.parity.report import CONDITIONS, FLOW_SHIFT, LAW, MASK, NOISE_LEVEL, STALE, UNKNOWN, Cause
+from miles_wan.parity.pairs import Group, Pair, rms
+from miles_wan.parity.report import CONDITIONS, FLOW_SHIFT, LAW, MASK, NOISE_LEVEL, UNKNOWN, Cause
 from miles_wan.records import Conditioning, Float32
 
 GRID_TOLERANCE = 1e-6
 LAW_TOLERANCE = 1e-3
 DENSITY_TOLERANCE = 2e-5
 CONDITION_TOLERANCE = 0.02
-_BETTER = 0.5  # another explanation counts if it leaves less than this share of the difference
-_NOISE = 1e-5  # relative differences below it are float32's own
 _SHIFTS = (0.05, 100.0)
 
 
@@ -134,7 +130,9 @@ def condition_causes(groups: Sequence[Group], references: Sequence[Conditioning]
             own = condition_gaps(returned, references[number])
             wrong = {name: gap for name, gap in own.items() if not gap <= CONDITION_TOLERANCE}
             for name, gap in wrong.items():
-                told = f"{name} that came back with {_source(group)} differs from its encoding by {gap:.1e} (relative)"
+                told = (
+                    f"{name} that came back with {source_of(group)} differs from its encoding by {gap:.1e} (relative)"
+                )
                 twins = [
                     other
                     for other, reference in enumerate(references)
@@ -142,118 +140,10 @@ def condition_causes(groups: Sequence[Group], references: Sequence[Conditioning]
                     and condition_gaps(returned, reference).get(name, math.inf) <= CONDITION_TOLERANCE
                 ]
                 if twins:
-                    causes.append(Cause(CONDITIONS, f"{told}; it is that of {_source(groups[twins[0]])}"))
+                    causes.append(Cause(CONDITIONS, f"{told}; it is that of {source_of(groups[twins[0]])}"))
                 else:
                     causes.append(Cause(UNKNOWN, f"{told}; it is that of no other record of this check"))
     return causes
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """A model output by other means: relative difference from the engine's that is left."""
-
-    cause: str
-    text: str
-    left: float
-
-
-def model_causes(
-    pairs: Sequence[Pair],
-    groups: Sequence[Group],
-    references: Sequence[Conditioning],
-    trainer: Trainer,
-    *,
-    previous: Adapter,
-    current: Adapter,
-    tolerance: float,
-) -> list[Cause]:
-    """Whether the engine's model outputs are explained better by other conditions, other weights or one timestep for all
-    tokens. The first kept step of every sample is tried.
-
-    An explanation has to fit all outputs that the nominal one does not.
-    """
-    probes = [
-        pair for index, pair in enumerate(pairs) if index == 0 or _sample_of(pair) != _sample_of(pairs[index - 1])
-    ]
-    found = [(probe, _explanations(probe, groups, references, trainer, previous, current)) for probe in probes]
-    bad = [
-        (probe, explanations)
-        for probe, explanations in found
-        if not probe.model_output_gap <= tolerance
-        or (
-            probe.model_output_gap > _NOISE
-            and min((e.left for e in explanations), default=math.inf) < _BETTER * probe.model_output_gap
-        )
-    ]
-    if not bad:
-        return []
-    nominal = max(probe.model_output_gap for probe, _ in bad)
-    told = f"model outputs of {len(bad)} of {len(probes)} samples differ by up to {nominal:.1e} (relative)"
-    fits: list[tuple[float, str, list[Explanation]]] = []
-    for cause in (CONDITIONS, STALE, MASK):
-        best = [
-            min((e for e in explanations if e.cause == cause), key=lambda e: e.left, default=None)
-            for _, explanations in bad
-        ]
-        chosen = [entry for entry in best if entry is not None]
-        if len(chosen) == len(bad) and all(
-            entry.left <= tolerance and entry.left < _BETTER * probe.model_output_gap
-            for entry, (probe, _) in zip(chosen, bad, strict=True)
-        ):
-            fits.append((max(entry.left for entry in chosen), cause, chosen))
-    fits.sort(key=lambda fit: fit[0])
-    if not fits:
-        left = min(e.left for _, explanations in bad for e in explanations)
-        return [
-            Cause(
-                UNKNOWN, f"{told}; no other conditions, weights or timesteps explain them (at best {left:.1e} is left)"
-            )
-        ]
-    left, cause, chosen = fits[0]
-    return [Cause(cause, f"{told}; {chosen[0].text} leaves {left:.1e}")]
-
-
-def _explanations(
-    probe: Pair,
-    groups: Sequence[Group],
-    references: Sequence[Conditioning],
-    trainer: Trainer,
-    previous: Adapter,
-    current: Adapter,
-) -> list[Explanation]:
-    own = groups[probe.group].conditionings[0]
-
-    def left(conditioning: Conditioning = own, *, scalar: bool = False) -> float:
-        velocity, _ = trainer.velocity(
-            probe.state[0].numpy(),
-            probe.sigma,
-            conditioning,
-            has_condition=probe.has_condition,
-            guidance_scale=probe.sampling.guidance_scale,
-            scalar_timestep=scalar,
-        )
-        return relative(velocity, probe.velocity, probe.mask)
-
-    tried: list[Explanation] = []
-
-    def add(cause: str, text: str, value: float) -> None:
-        tried.append(Explanation(cause, text, value))
-
-    for number, reference in enumerate(references):
-        # With its own latent first frame: that is in the state, whoever mixed up the prompts.
-        prompts = replace(reference, condition_latent=own.condition_latent)
-        add(CONDITIONS, f"the prompt of {_source(groups[number])}", left(prompts))
-        both = reference.condition_latent is not None and own.condition_latent is not None
-        if both and number != probe.group:
-            add(CONDITIONS, f"prompt and first frame of {_source(groups[number])}", left(reference))
-    with trainer.base():
-        add(STALE, "the base without an adapter", left())
-    trainer.hold(previous)
-    add(STALE, "the adapter pushed before", left())
-    trainer.hold(current)
-    if probe.has_condition:
-        add(MASK, "one timestep for all tokens, those of the given frame too,", left(scalar=True))
-    return tried
 
 
 def density_cause(pairs: Sequence[Pair]) -> Cause:
@@ -290,9 +180,6 @@ def merged(causes: Sequence[Cause]) -> list[Cause]:
     return [Cause(name, "; ".join(texts[name])) for name in sorted(texts, key=lambda name: order.get(name, 0))]
 
 
-def _sample_of(pair: Pair) -> tuple[int, int]:
-    return pair.group, pair.sample
-
-
-def _source(group: Group) -> str:
+def source_of(group: Group) -> str:
+    """Where the record of a group is from."""
     return group.request.record.source or group.request.record.record_id

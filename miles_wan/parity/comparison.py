@@ -24,9 +24,9 @@ from miles_wan.parity.causes import (
     law_cause,
     law_misfit,
     merged,
-    model_causes,
     own_density,
 )
+from miles_wan.parity.model_outputs import model_causes
 from miles_wan.parity.pairs import Group, Pair, collect, rms, score
 from miles_wan.parity.parts import Adapter, EngineSide, Trainer
 from miles_wan.parity.refusals import refusal_causes

@@ -30,12 +30,12 @@ def show(report: ParityReport, console: Console) -> None:
 
 
 def _steps(report: ParityReport) -> Table:
-    table = Table(title="differences of engine and trainer by step, over the sampled elements")
+    table = Table(title="engine against trainer by step, over the sampled elements", title_justify="left")
     for name in ("step", "sigma", "pairs"):
-        table.add_column(name, justify="right")
-    for name in ("model output", "mean", "log-prob"):
-        table.add_column(f"{name}\nmean", justify="right")
-        table.add_column("\nmax", justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("output", "mean", "log-prob"):
+        table.add_column(f"{name}\nmean", justify="right", no_wrap=True)
+        table.add_column("\nmax", justify="right", no_wrap=True)
     for row in report.rows:
         gaps = (
             row.model_output_mean,
@@ -50,7 +50,7 @@ def _steps(report: ParityReport) -> Table:
 
 
 def _checks(report: ParityReport) -> Table:
-    table = Table(title="checks, in the order of the computation")
+    table = Table(title="checks, in the order of the computation", title_justify="left")
     table.add_column("quantity")
     for name in ("largest", "bound"):
         table.add_column(name, justify="right")
