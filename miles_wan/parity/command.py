@@ -9,7 +9,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,17 +64,25 @@ def check_parity(config: Config, folder: ModelFolder, requests: Sequence[Rollout
         return _compare(local_side(config, folder, prepared.trainer, device=device), prepared, config)
     logs = Path(tempfile.mkdtemp(prefix="miles-wan-parity-"))
     engine = SGLangEngine(engine_settings(config, devices=_devices(config), log_dir=logs))
-    with asyncio.Runner() as runner:
-        try:
-            engine.start()
-            report = _compare(ServerSide(engine, runner, config, share_on=_share_on(config)), prepared, config)
-        except EngineError as error:
-            report = refused(empty_report(config, requests), error)
-        finally:
-            runner.run(engine.close())
+    try:
+        with server_side(engine, config) as server:
+            report = _compare(server, prepared, config)
+    except EngineError as error:  # of the start; a later one is in the report already
+        return refused(empty_report(config, requests), error)
     if report.refused is None:
         shutil.rmtree(logs, ignore_errors=True)
     return report
+
+
+@contextmanager
+def server_side(engine: SGLangEngine, config: Config) -> Iterator[ServerSide]:
+    """Start the engine and end it at last. Raises EngineError if it does not start."""
+    with asyncio.Runner() as runner:
+        try:
+            engine.start()
+            yield ServerSide(engine, runner, config, share_on=_share_on(config))
+        finally:
+            runner.run(engine.close())
 
 
 def prepare(
