@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from torch import Tensor
 
 from miles_wan.config import Config
 from miles_wan.errors import EngineError, WeightSyncError
+from miles_wan.flow import masked_mean
 from miles_wan.parity.causes import (
     CONDITION_TOLERANCE,
     DENSITY_TOLERANCE,
@@ -27,7 +29,7 @@ from miles_wan.parity.causes import (
     own_density,
 )
 from miles_wan.parity.model_outputs import model_causes
-from miles_wan.parity.pairs import Group, Pair, collect, rms, score
+from miles_wan.parity.pairs import Group, Pair, collect, score
 from miles_wan.parity.parts import Adapter, EngineSide, Trainer
 from miles_wan.parity.refusals import refusal_causes
 from miles_wan.parity.report import UNKNOWN, Cause, Check, ParityReport, StepRow
@@ -211,23 +213,30 @@ def _rows(pairs: Sequence[Pair]) -> list[StepRow]:
     rows = []
     for step in sorted({pair.step for pair in pairs}):
         own = [pair for pair in pairs if pair.step == step]
-        velocity = [((pair.own_velocity - pair.velocity).abs() * pair.mask, pair) for pair in own]
-        mean = [((pair.own_mean - pair.mean).abs() * pair.mask, pair) for pair in own]
+        velocity = [_gap(pair.own_velocity, pair.velocity, pair) for pair in own]
+        mean = [_gap(pair.own_mean, pair.mean, pair) for pair in own]
+        log_prob = [pair.log_prob_gap for pair in own]
         rows.append(
             StepRow(
                 step=step,
                 sigma=own[0].sigma,
                 pairs=len(own),
                 model_output=_largest([pair.model_output_gap for pair in own]),
-                model_output_mean=float(np.mean([rms(gap.sqrt(), pair.mask) ** 2 for gap, pair in velocity])),
-                model_output_max=_largest([float(gap.max()) for gap, _ in velocity]),
-                mean_mean=float(np.mean([rms(gap.sqrt(), pair.mask) ** 2 for gap, pair in mean])),
-                mean_max=_largest([float(gap.max()) for gap, _ in mean]),
-                log_prob_mean=float(np.mean([pair.log_prob_gap for pair in own])),
-                log_prob_max=_largest([pair.log_prob_gap for pair in own]),
+                model_output_mean=float(np.mean([gap[0] for gap in velocity])),
+                model_output_max=_largest([gap[1] for gap in velocity]),
+                mean_mean=float(np.mean([gap[0] for gap in mean])),
+                mean_max=_largest([gap[1] for gap in mean]),
+                log_prob_mean=float(np.mean(log_prob)),
+                log_prob_max=_largest(log_prob),
             )
         )
     return rows
+
+
+def _gap(ours: Tensor, theirs: Tensor, pair: Pair) -> tuple[float, float]:
+    """Mean and largest difference over the sampled elements."""
+    difference = (ours - theirs).abs()
+    return float(masked_mean(difference, pair.mask)), float((difference * pair.mask).max())
 
 
 def _warnings(config: Config, groups: Sequence[Group], *, noise_floor: float, kl_floor: float) -> list[str]:

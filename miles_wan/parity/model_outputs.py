@@ -116,8 +116,8 @@ def _explanations(
         # With its own latent first frame: that is in the state, whoever mixed up the prompts.
         prompts = replace(reference, condition_latent=own.condition_latent)
         add(CONDITIONS, f"the prompt of {source_of(groups[number])}", left(prompts))
-        latents = [side.condition_latent for side in (reference, own) if side.condition_latent is not None]
-        if len(latents) == 2 and not np.array_equal(*latents):
+        latent, other = own.condition_latent, reference.condition_latent
+        if latent is not None and other is not None and not np.array_equal(latent, other):
             add(CONDITIONS, f"prompt and first frame of {source_of(groups[number])}", left(reference))
     with trainer.base():
         add(STALE, "the base without an adapter", left())

@@ -52,14 +52,19 @@ class Scene:
         return LocalSide(engine, transformer)
 
     def report(self, engine: EngineSide) -> ParityReport:
-        return compare(
-            engine,
-            self.prepared.trainer,
-            self.requests,
-            references=self.prepared.references,
-            adapters=self.prepared.adapters,
-            config=self.config,
-        )
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # several would spend their time waiting for each other, beside a server
+        try:
+            return compare(
+                engine,
+                self.prepared.trainer,
+                self.requests,
+                references=self.prepared.references,
+                adapters=self.prepared.adapters,
+                config=self.config,
+            )
+        finally:
+            torch.set_num_threads(threads)
 
 
 def scene(
