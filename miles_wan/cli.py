@@ -6,11 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich.console import Console
 
 from miles_wan.errors import MilesWanError
 from miles_wan.tracking.failures import show_failure
@@ -93,7 +94,64 @@ def _doctor(argv: Sequence[str]) -> None:
     console().print("everything is in order")
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"train": train, "tiny": tiny, "inspect": inspect, "doctor": doctor}
+@dataclass(frozen=True)
+class ParityFlags:
+    """Roll out a few records with the configured engine, score every kept step again as training does, and say whether the
+    two agree, and if not, why. It takes the flags of scripts/run_diffusion_grpo_wan22_ti2v.py, dotted ones included, and
+    needs no reward model. Exit code 0: they agree, 1: they do not, 2: bad input.
+    """
+
+    records: int = 2
+    """Records rolled out; swapped conditions can be told from two on."""
+    samples: int = 2
+    """Samples of each record."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print the report as JSON."""
+
+
+def parity() -> None:
+    """Compare the rollout engine with the trainer, step by step, and name the cause where they differ. It takes --records,
+    --samples, --json and the flags of scripts/run_diffusion_grpo_wan22_ti2v.py, dotted ones included."""
+
+
+def _parity(argv: Sequence[str]) -> int:
+    from miles_wan.cluster.launch import find_modules_in, read_flags
+
+    prog = "miles-wan parity"
+    flags, rest = tyro.cli(ParityFlags, args=argv, prog=prog, return_unknown_args=True)
+    find_modules_in(Path.cwd())
+    settings = read_flags([_long_name(token) for token in rest], prog=prog)
+    configure_logging("parity")
+    if settings.cluster.cuda_visible_devices is not None:  # before CUDA starts
+        os.environ["CUDA_VISIBLE_DEVICES"] = settings.cluster.cuda_visible_devices
+    os.environ |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TQDM_DISABLE": "1"}
+
+    from miles_wan.cluster.requests import RequestPlanner
+    from miles_wan.parity import check_parity, show
+    from miles_wan.parity.inputs import check_inputs, for_parity
+
+    folder, dataset = check_inputs(settings, records=flags.records, samples=flags.samples)
+    planned = for_parity(settings, records=min(flags.records, len(dataset)), samples=flags.samples)
+    requests = RequestPlanner(planned, dataset.records, ()).training(0, policy_version=2)
+    report = check_parity(planned, folder, requests)
+    if flags.as_json:
+        sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n")
+    else:
+        show(report, Console(highlight=False))
+    return 0 if report.holds else 1
+
+
+def _long_name(token: str) -> str:
+    return "--data-jsonl" + token.removeprefix("--data") if token.partition("=")[0] == "--data" else token
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "train": train,
+    "tiny": tiny,
+    "inspect": inspect,
+    "doctor": doctor,
+    "parity": parity,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -102,6 +160,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if given[:1] == ["doctor"]:  # its flags are another command's
             _doctor(given[1:])
+        elif given[:1] == ["parity"]:
+            sys.exit(_parity(given[1:]))
         else:
             tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="miles-wan", args=given)
     except MilesWanError as error:

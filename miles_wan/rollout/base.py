@@ -6,9 +6,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from miles_wan.errors import EngineError
 from miles_wan.records import Float32, RolloutOutput, RolloutRequest
+
+
+class EngineMismatchError(EngineError):
+    """The engine serves, and not as it was asked to.
+
+    Args:
+        message: for a person.
+        found, wanted: by name, what the engine does and what it should do: ``sigmas`` (a grid), an option of its start
+            (``flow_shift``), or ``hook.NAME`` for a change of ours to the engine (``disabled`` instead of ``active``).
+    """
+
+    def __init__(self, message: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        self.found = dict(found)
+        self.wanted = dict(wanted)
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[EngineMismatchError], tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+        return EngineMismatchError, (str(self), self.found, self.wanted)
+
+
+def hook_not_in_effect(message: str, *hooks: str) -> EngineMismatchError:
+    """What the engine computed shows that one of these hooks does nothing."""
+    names = [f"hook.{hook}" for hook in hooks]
+    return EngineMismatchError(message, dict.fromkeys(names, "without effect"), dict.fromkeys(names, "active"))
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from miles_wan.flow.transitions import CPS_LOG_PROBS, ETA_KINDS, KINDS
 from miles_wan.records import Conditioning, Float32, PromptRecord, RolloutOutput, RolloutRequest, Trajectory, UInt8
 from miles_wan.rollout.base import Answer, DebugTensors
 from miles_wan.rollout.local.sampler import Step, denoise, sigma_grid
-from miles_wan.rollout.local.text import PromptEncoder, engine_negative_prompt
+from miles_wan.rollout.local.text import PromptEncoder, prompts_of
 from miles_wan.rollout.local.video import VideoCodec
-from miles_wan.wan.facts import DEFAULT_NEGATIVE_PROMPT
 from miles_wan.wan.family import legal_frames, legal_size, load_family
 from miles_wan.wan.load import DTYPES
 
@@ -65,7 +64,7 @@ class LocalEngine:
 
     def prepare(self, records: Sequence[PromptRecord], *, guidance_scale: float) -> None:
         """Encode the prompts of several records while the text encoder is on the device once."""
-        self._text.encode([prompt for record in records for prompt in _prompts(record, guidance_scale)])
+        self._text.encode([prompt for record in records for prompt in prompts_of(record, guidance_scale)])
 
     def generate(
         self, request: RolloutRequest, sample_indices: Sequence[int], *, return_conditioning: bool = False
@@ -121,7 +120,7 @@ class LocalEngine:
 
     def _conditioning(self, request: RolloutRequest) -> Conditioning:
         record, sampling = request.record, request.sampling
-        embeds = [value.numpy() for value in self._text.encode(_prompts(record, sampling.guidance_scale))]
+        embeds = [value.numpy() for value in self._text.encode(prompts_of(record, sampling.guidance_scale))]
         latent = None
         if record.image_path is not None:
             try:
@@ -258,14 +257,6 @@ def _kept_states(request: RolloutRequest, *, everything: bool) -> frozenset[int]
     last = request.sampling.num_inference_steps
     ends = {index for step in request.stochastic_steps for index in (step, step + 1)}
     return frozenset(range(last + 1)) if everything else frozenset(ends | {last})
-
-
-def _prompts(record: PromptRecord, guidance_scale: float) -> list[str]:
-    """The prompt, and with guidance the negative one."""
-    if guidance_scale <= 1:
-        return [record.prompt]
-    negative = record.negative_prompt
-    return [record.prompt, DEFAULT_NEGATIVE_PROMPT if negative is None else engine_negative_prompt(negative)]
 
 
 def _grid_fault(request: RolloutRequest) -> str | None:

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
+from miles_wan.records import PromptRecord
+from miles_wan.wan.facts import DEFAULT_NEGATIVE_PROMPT
+
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 512
@@ -67,6 +70,14 @@ class PromptEncoder:
         ).to(self._device)
         hidden = self._encoder(inputs.input_ids, inputs.attention_mask).last_hidden_state[0]
         return hidden[: int(inputs.attention_mask.sum())].cpu()
+
+
+def prompts_of(record: PromptRecord, guidance_scale: float) -> list[str]:
+    """What is encoded for a record: its prompt, and with guidance its negative one."""
+    if guidance_scale <= 1:
+        return [record.prompt]
+    negative = record.negative_prompt
+    return [record.prompt, DEFAULT_NEGATIVE_PROMPT if negative is None else engine_negative_prompt(negative)]
 
 
 def engine_negative_prompt(negative_prompt: str) -> str:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from miles_wan.errors import EngineError
 from miles_wan.records import Float32, PromptRecord, RolloutRequest, SamplingSettings
+from miles_wan.rollout.base import hook_not_in_effect
 from miles_wan.rollout.sglang.messages import Answer, DebugTensors, SampleQuery
 
 _TOLERANCE = 1e-4
@@ -74,9 +75,11 @@ def _check_noise(noises: Float32, seed: int) -> None:
     torch.randn(shape, generator=generator)  # the state of step 0
     for step in _STEPS:
         if not np.array_equal(noises[step], torch.randn(shape, generator=generator)[0].numpy()):
-            raise EngineError(
+            raise hook_not_in_effect(
                 f"the engine's noise of seed {seed} in step {step} is not what the seed gives: "
-                "its separate_outputs or generator_noise hook is not in effect"
+                "its separate_outputs or generator_noise hook is not in effect",
+                "separate_outputs",
+                "generator_noise",
             )
 
 
@@ -96,15 +99,17 @@ def _check_step(answer: Answer, debug: DebugTensors, *, step: int, given: int) -
     expected = -float(np.mean(sampled**2)) / 2 - math.log(std) - math.log(math.sqrt(2 * math.pi))
     served = float(answer.log_probs[step])
     if abs(expected - served) > _TOLERANCE:
-        raise EngineError(
+        raise hook_not_in_effect(
             f"the engine's log-prob is {served:.6f}, over the sampled frames it is {expected:.6f}: "
-            "its sampled_log_prob hook is not in effect"
+            "its sampled_log_prob hook is not in effect",
+            "sampled_log_prob",
         )
     state = debug.means[step] + noise * std
     gap = float(np.abs(answer.states[step + 1] - state)[:, given:].max())
     if gap > _TOLERANCE * max(1.0, float(np.abs(state).max())):
-        raise EngineError(
-            f"the engine's next state differs from mean + std * noise by {gap:.1e}: its float32_transition hook is not in effect"
+        raise hook_not_in_effect(
+            f"the engine's next state differs from mean + std * noise by {gap:.1e}: its float32_transition hook is not in effect",
+            "float32_transition",
         )
     if given and not np.array_equal(answer.states[step][:, 0], answer.states[step + 1][:, 0]):
         raise EngineError("the engine changed latent frame 0, which the image gives")

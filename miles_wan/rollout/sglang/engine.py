@@ -14,7 +14,7 @@ import httpx
 
 from miles_wan.errors import EngineError
 from miles_wan.records import RolloutOutput, RolloutRequest
-from miles_wan.rollout.base import EngineInfo, SyncReport, WeightPush
+from miles_wan.rollout.base import EngineInfo, EngineMismatchError, SyncReport, WeightPush
 from miles_wan.rollout.sglang.canary import canary_query, check_canary
 from miles_wan.rollout.sglang.client import GENERATE_PATH, SGLangClient, reason
 from miles_wan.rollout.sglang.identity import PATH as IDENTITY_PATH
@@ -125,16 +125,16 @@ class SGLangEngine:
             "sp_size": settings.sp_size,
             "lora_merge_mode": settings.lora_merge_mode,
         }
-        faults = [
-            f"{key} {identity.get(key)!r} instead of {value!r}"
-            for key, value in wanted.items()
-            if identity.get(key) != value
-        ]
-        faults += [
-            f"hook {name} {state}" for name, state in identity["hooks"].items() if state in ("failed", "disabled")
-        ]
+        differing = {key: identity.get(key) for key, value in wanted.items() if identity.get(key) != value}
+        idle = {name: state for name, state in identity["hooks"].items() if state in ("failed", "disabled")}
+        faults = [f"{key} {value!r} instead of {wanted[key]!r}" for key, value in differing.items()]
+        faults += [f"hook {name} {state}" for name, state in idle.items()]
         if faults:
-            raise EngineError(f"the engine runs with {'; '.join(faults)}; see {self._server.log_path}")
+            raise EngineMismatchError(
+                f"the engine runs with {'; '.join(faults)}; see {self._server.log_path}",
+                differing | {f"hook.{name}": state for name, state in idle.items()},
+                {key: wanted[key] for key in differing} | {f"hook.{name}": "active" for name in idle},
+            )
 
     def _check_computation(self) -> None:
         with_image = self._settings.model_id == "Wan2.2-TI2V-5B-Diffusers"

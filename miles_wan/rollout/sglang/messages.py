@@ -5,7 +5,7 @@ that names what was asked and what came.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from miles_wan.errors import EngineError, InputError
 from miles_wan.flow import explicit_sigmas, shifted_sigmas
 from miles_wan.records import Conditioning, Float32, RolloutOutput, RolloutRequest, SamplingSettings, Trajectory, UInt8
-from miles_wan.rollout.base import Answer, DebugTensors
+from miles_wan.rollout.base import Answer, DebugTensors, EngineMismatchError
 from miles_wan.rollout.sglang.hooks import SIGMAS_KEY
 
 _SDE_TYPES = {"flow_sde": "sde", "cps": "cps", "ode": "ode"}
@@ -115,6 +115,8 @@ def parse_answer(content: bytes, query: SampleQuery) -> list[Answer]:
             answers.append(
                 _answer(sample, query, seed=seed, with_conditioning=query.return_conditioning and number == 0)
             )
+        except EngineMismatchError as error:
+            raise EngineMismatchError(f"seed {seed}: {error}", error.found, error.wanted) from error
         except EngineError as error:
             raise EngineError(f"seed {seed}: {error}") from error
     return answers
@@ -203,15 +205,23 @@ def _sigmas(trajectory: Mapping[str, Any], sampling: SamplingSettings) -> Float3
     used = _float32(_required(trajectory, "sigmas"), "sigmas", (num_steps + 1,))
     if sampling.sigmas is not None:
         if not np.array_equal(used, explicit_sigmas(sampling.sigmas).numpy()):
-            raise EngineError(f"sigma grid: asked for {list(sampling.sigmas)}, the engine used {used.tolist()}")
+            raise _other_grid(
+                f"asked for {list(sampling.sigmas)}, the engine used {used.tolist()}", used, sampling.sigmas
+            )
         return used
     wanted = shifted_sigmas(num_steps, sampling.flow_shift).numpy()
     if np.abs(used - wanted).max() > _SIGMA_TOLERANCE:
-        raise EngineError(
-            f"sigma grid: {num_steps} steps with flow_shift {sampling.flow_shift:g} give {wanted.tolist()}, "
-            f"the engine used {used.tolist()}; its flow shift is a start option"
+        raise _other_grid(
+            f"{num_steps} steps with flow_shift {sampling.flow_shift:g} give {wanted.tolist()}, the engine used "
+            f"{used.tolist()}; its flow shift is a start option",
+            used,
+            wanted.tolist(),
         )
     return used
+
+
+def _other_grid(text: str, used: Float32, wanted: Sequence[float]) -> EngineMismatchError:
+    return EngineMismatchError(f"sigma grid: {text}", {"sigmas": used.tolist()}, {"sigmas": list(wanted)})
 
 
 def _states(trajectory: Mapping[str, Any], query: SampleQuery) -> dict[int, Float32]:

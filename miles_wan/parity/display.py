@@ -1,0 +1,69 @@
+"""A parity report for people. In: the report. Out: tables and sentences on a console."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from miles_wan.parity.report import UNKNOWN, ParityReport
+
+
+def show(report: ParityReport, console: Console) -> None:
+    """Print steps, checks, clip range and noise floor, causes, verdict."""
+    console.print(
+        f"{report.engine} engine against the trainer: {report.samples} samples of {report.records} records; {report.precision}"
+    )
+    if report.refused is not None:
+        console.print(f"the engine refused: {report.refused}", markup=False)
+    if report.rows:
+        console.print(_steps(report))
+        console.print(_checks(report))
+        _show_floor(report, console)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    for number, cause in enumerate(report.causes):
+        name = "cause not known" if cause.name == UNKNOWN else cause.name
+        console.print(f"{'likely cause' if number == 0 else 'also'}: {name}", style="bold red", markup=False)
+        console.print(f"  {cause.evidence}", markup=False)
+    verdict = "parity holds" if report.holds else "parity FAILS"
+    console.print(verdict, style="bold green" if report.holds else "bold red")
+
+
+def _steps(report: ParityReport) -> Table:
+    table = Table(title="engine against trainer by step, over the sampled elements", title_justify="left")
+    for name in ("step", "sigma", "pairs"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("output", "mean", "log-prob"):
+        table.add_column(f"{name}\nmean", justify="right", no_wrap=True)
+        table.add_column("\nmax", justify="right", no_wrap=True)
+    for row in report.rows:
+        gaps = (
+            row.model_output_mean,
+            row.model_output_max,
+            row.mean_mean,
+            row.mean_max,
+            row.log_prob_mean,
+            row.log_prob_max,
+        )
+        table.add_row(str(row.step), f"{row.sigma:.4f}", str(row.pairs), *(f"{gap:.1e}" for gap in gaps))
+    return table
+
+
+def _checks(report: ParityReport) -> Table:
+    table = Table(title="checks, in the order of the computation", title_justify="left")
+    table.add_column("quantity")
+    for name in ("largest", "bound"):
+        table.add_column(name, justify="right")
+    table.add_column("unit")
+    table.add_column("")
+    for check in report.checks:
+        holds = "[green]ok" if check.holds else "[bold red]fails"
+        table.add_row(check.name, f"{check.value:.1e}", f"{check.bound:.0e}", check.unit, holds)
+    return table
+
+
+def _show_floor(report: ParityReport, console: Console) -> None:
+    floor = report.kl_floor if "kl_threshold" in report.clip else report.noise_floor
+    ranges = ", ".join(f"{name} {value:g}" for name, value in report.clip.items())
+    share = "" if floor is None else f" ({100 * floor / min(report.clip.values()):.2g} % of it)"
+    console.print(f"{ranges}; noise floor {floor:.1e}{share}" if floor is not None else ranges)

@@ -1,0 +1,129 @@
+"""Engines with one fault each, around an engine that has none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from miles_wan.parity.parts import Adapter, EngineSide
+from miles_wan.records import RolloutRequest
+from miles_wan.rollout.base import Answer
+
+
+class Around:
+    """An engine that works; the subclasses do not."""
+
+    def __init__(self, engine: EngineSide) -> None:
+        self.engine = engine
+
+    def push(self, adapter: Adapter, *, policy_version: int) -> None:
+        self.engine.push(adapter, policy_version=policy_version)
+
+    def rollout(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
+        return self.engine.rollout(request, sample_indices)
+
+
+class OtherSampling(Around):
+    """Samples with other settings than it is asked for."""
+
+    def __init__(self, engine: EngineSide, **changes: Any) -> None:
+        super().__init__(engine)
+        self.changes = changes
+
+    def rollout(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
+        return self.engine.rollout(replace(request, sampling=replace(request.sampling, **self.changes)), sample_indices)
+
+
+class OtherRecord(Around):
+    """Generates, and says so in its conditioning, from another record of the batch."""
+
+    def __init__(self, engine: EngineSide, requests: Sequence[RolloutRequest]) -> None:
+        super().__init__(engine)
+        turned = [*requests[1:], requests[0]]
+        self.others = {request.group_index: other for request, other in zip(requests, turned, strict=True)}
+
+    def other(self, request: RolloutRequest) -> RolloutRequest:
+        return replace(request, record=self.others[request.group_index].record)
+
+    def rollout(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
+        return self.engine.rollout(self.other(request), sample_indices)
+
+
+class ShuffledConditions(OtherRecord):
+    """Generates from the right record and returns the conditioning of another."""
+
+    def rollout(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
+        answers = self.engine.rollout(request, sample_indices)
+        [other] = self.engine.rollout(self.other(request), sample_indices[:1])
+        return with_conditioning_of(answers, other)
+
+
+class OtherPrompt(OtherRecord):
+    """Generates from the right image with another record's prompt, and says that it used the right one."""
+
+    def rollout(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
+        mixed = replace(request.record, prompt=self.other(request).record.prompt)
+        answers = self.engine.rollout(replace(request, record=mixed), sample_indices)
+        [right] = self.engine.rollout(request, sample_indices[:1])
+        return with_conditioning_of(answers, right)
+
+
+class ShuffledSamples(OtherPrompt):
+    """As ``OtherPrompt``, for the second half of each call alone."""
+
+    def rollout(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
+        right = self.engine.rollout(request, sample_indices)
+        wrong = super().rollout(request, sample_indices)
+        half = len(right) // 2
+        return right[:half] + wrong[half:]
+
+
+class DeafTo(Around):
+    """Ignores the pushes of these policy versions."""
+
+    def __init__(self, engine: EngineSide, *versions: int) -> None:
+        super().__init__(engine)
+        self.versions = versions
+
+    def push(self, adapter: Adapter, *, policy_version: int) -> None:
+        if policy_version not in self.versions:
+            self.engine.push(adapter, policy_version=policy_version)
+
+
+class OtherLogProb(Around):
+    """Serves other log-probs than those of its steps."""
+
+    def __init__(self, engine: EngineSide, log_prob: Callable[[Answer, int], float]) -> None:
+        super().__init__(engine)
+        self.log_prob = log_prob
+
+    def rollout(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
+        return [self.changed(answer) for answer in self.engine.rollout(request, sample_indices)]
+
+    def changed(self, answer: Answer) -> Answer:
+        trajectory = answer.output.trajectory
+        values = np.array([self.log_prob(answer, step) for step in trajectory.steps], np.float32)
+        output = replace(answer.output, trajectory=replace(trajectory, log_probs=values))
+        return replace(answer, output=output)
+
+
+def over_all_noise(answer: Answer, step: int) -> float:
+    """The log-prob over all frames, the given one too, from the noise: what SGLang does without our hook."""
+    noise, std = answer.debug.noises[step].astype(np.float64), float(answer.debug.stds[step])
+    return float(-(noise**2).mean() / 2) - math.log(std) - math.log(2 * math.pi) / 2
+
+
+def over_all_states(answer: Answer, step: int) -> float:
+    """The log-prob over all frames from the stored states, whose first frame was put back."""
+    std = float(answer.debug.stds[step])
+    residual = (answer.states[step + 1] - answer.debug.means[step]).astype(np.float64)
+    return float(-((residual / std) ** 2).mean() / 2) - math.log(std) - math.log(2 * math.pi) / 2
+
+
+def with_conditioning_of(answers: list[Answer], other: Answer) -> list[Answer]:
+    first = replace(answers[0], output=replace(answers[0].output, conditioning=other.output.conditioning))
+    return [first, *answers[1:]]
