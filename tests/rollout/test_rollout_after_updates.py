@@ -57,6 +57,19 @@ def set_adapter(model: WanTransformer3DModel, tensors: dict[str, torch.Tensor]) 
         parameters[name].copy_(tensor)
 
 
+@pytest.mark.parametrize("server", ["merge"], indirect=True)
+def test_two_servers_make_the_same_videos(
+    server: SGLangEngine, engine: SGLangEngine, record: PromptRecord, run: Any
+) -> None:
+    # Before the first push to this one; a zero adapter beside the weights of the other adds exact zeros.
+    request = make_request(record, seeds=(7, 100), keep_final=True)
+    first, second = (run(one.generate(request, [0, 1], return_conditioning=True)) for one in (server, engine))
+    for ours, theirs in zip(first, second, strict=True):
+        np.testing.assert_array_equal(ours.frames, theirs.frames)
+        np.testing.assert_array_equal(ours.trajectory.latents, theirs.trajectory.latents)
+        np.testing.assert_array_equal(ours.trajectory.log_probs, theirs.trajectory.log_probs)
+
+
 def test_after_five_adapters_both_engines_make_the_same_samples(
     server: SGLangEngine,
     adapted: WanTransformer3DModel,
