@@ -77,12 +77,13 @@ def empty_report(config: Config, requests: Sequence[RolloutRequest]) -> ParityRe
     rollout, algorithm = config.rollout, config.algorithm
     engine_dtype = rollout.dtype if rollout.engine == "sglang" else config.model.dtype
     clip = {"clip_range": algorithm.clip_range, "clip_range_high": algorithm.clip_range_high or algorithm.clip_range}
+    bounds = {"grpo": clip, "guard": clip, "dppo": {"kl_threshold": algorithm.kl_threshold}, "nft": {}}
     return ParityReport(
         engine=rollout.engine,
         precision=f"engine {engine_dtype}, trainer {config.model.dtype}",
         records=len(requests),
         samples=sum(len(request.seeds) for request in requests),
-        clip={"kl_threshold": algorithm.kl_threshold} if algorithm.loss == "dppo" else clip,
+        clip=bounds[algorithm.loss],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -11,7 +12,8 @@ from miles_wan.parity.report import UNKNOWN, ParityReport
 def show(report: ParityReport, console: Console) -> None:
     """Print steps, checks, clip range and noise floor, causes, verdict."""
     console.print(
-        f"{report.engine} engine against the trainer: {report.samples} samples of {report.records} records; {report.precision}"
+        f"{report.engine} engine against the trainer: {report.samples} samples of {report.records} records; {report.precision}",
+        soft_wrap=True,
     )
     if report.refused is not None:
         console.print(f"the engine refused: {report.refused}", markup=False)
@@ -30,7 +32,7 @@ def show(report: ParityReport, console: Console) -> None:
 
 
 def _steps(report: ParityReport) -> Table:
-    table = Table(title="engine against trainer by step, over the sampled elements", title_justify="left")
+    table = _table("engine against trainer by step, over the sampled elements")
     for name in ("step", "sigma", "pairs"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("output", "mean", "log-prob"):
@@ -50,7 +52,7 @@ def _steps(report: ParityReport) -> Table:
 
 
 def _checks(report: ParityReport) -> Table:
-    table = Table(title="checks, in the order of the computation", title_justify="left")
+    table = _table("checks, in the order of the computation")
     table.add_column("quantity")
     for name in ("largest", "bound"):
         table.add_column(name, justify="right")
@@ -64,6 +66,13 @@ def _checks(report: ParityReport) -> Table:
 
 def _show_floor(report: ParityReport, console: Console) -> None:
     floor = report.kl_floor if "kl_threshold" in report.clip else report.noise_floor
-    ranges = ", ".join(f"{name} {value:g}" for name, value in report.clip.items())
-    share = "" if floor is None else f" ({100 * floor / min(report.clip.values()):.2g} % of it)"
-    console.print(f"{ranges}; noise floor {floor:.1e}{share}" if floor is not None else ranges)
+    if floor is None:
+        return
+    bounds = "".join(f"{name} {value:g}; " for name, value in report.clip.items())
+    share = f" ({100 * floor / min(report.clip.values()):.2g} % of it)" if report.clip else ""
+    console.print(f"{bounds}noise floor {floor:.1e}{share}", soft_wrap=True)
+
+
+def _table(title: str) -> Table:
+    """Narrow enough for 80 columns."""
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
