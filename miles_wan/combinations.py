@@ -170,8 +170,6 @@ def _algorithm_faults(config: Config) -> list[str]:
             faults.append("algorithm.loss = nft: its old policy is an average of the adapter; set training.ema_decay")
         if algorithm.kl_beta > 0:
             faults.append("algorithm.kl_beta with loss nft: there are no steps to compare; use nft.reference_weight")
-        if algorithm.old_log_prob == "recompute":
-            faults.append("algorithm.old_log_prob = recompute with loss nft: it has no log-probs; leave it out")
     if algorithm.loss in ("guard", "nft") and algorithm.step_weight != "none":
         faults.append(
             f"algorithm.step_weight = {algorithm.step_weight} with loss {algorithm.loss}: it weights the steps itself; set none"

@@ -219,9 +219,9 @@ class AlgorithmConfig(Section):
         "none", description="noise_level: steps count by the std of their noise (TempFlow-GRPO)."
     )
     old_log_prob: Literal["engine", "recompute"] = Field(
-        "engine",
-        description="The old policy's log-probs and means: the engine's, or computed again by the trainer before the first "
-        "update, for one more forward.",
+        "recompute",
+        description="The old policy's log-probs and means: the engine's, or the trainer's own before the first update, so "
+        "that every ratio begins at exactly 1. Both cost the same.",
     )
     kl_beta: float = Field(0.0, ge=0, description="Weight of the KL to the reference; 0 saves its forward.")
     kl_reference: Literal["base", "ema"] = Field(

@@ -217,7 +217,6 @@ LOCAL = {"rollout.engine": "local"}
         ({**NFT, "rollout.guidance_scale": 5.0}, "rollout.guidance_scale = 5 with algorithm.loss = nft"),
         ({**NFT, "training.ema_decay": None}, "its old policy is an average of the adapter; set training.ema_decay"),
         ({**NFT, "algorithm.kl_beta": 0.1}, "algorithm.kl_beta with loss nft"),
-        ({**NFT, "algorithm.old_log_prob": "recompute"}, "algorithm.old_log_prob = recompute with loss nft"),
         ({**NFT, "algorithm.nft.sigmas_per_sample": 11}, "sigmas_per_sample = 11 of the 10 sigmas of the grid"),
         ({**NFT, "algorithm.step_weight": "noise_level"}, "algorithm.step_weight = noise_level with loss nft"),
         (

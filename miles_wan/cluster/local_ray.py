@@ -12,13 +12,11 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -28,6 +26,7 @@ import psutil
 
 from miles_wan.cluster import lifeline
 from miles_wan.errors import InputError, MilesWanError
+from miles_wan.rollout.sglang.ports import PortLease
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -137,6 +136,7 @@ class LocalRay:
         self._keep_open = tuple(keep_open)
         self._token = secrets.token_hex(32)
         self._process: subprocess.Popen[bytes] | None = None
+        self._ports: PortLease | None = None
         self._log_start = 0
         self.run_id = ""
         self.folder = Path()
@@ -202,6 +202,8 @@ class LocalRay:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process = None
+        if self._ports is not None:
+            self._ports.release()
         logger.info("Ray and all it started ended in %.1f s", time.monotonic() - started)
 
     def force(self) -> None:
@@ -230,7 +232,8 @@ class LocalRay:
         token_path = self.folder / "auth_token"
         token_path.touch(mode=0o600)
         token_path.write_text(self._token)
-        dashboard_port, client_port = _free_ports(2)
+        self._ports = PortLease(2)
+        dashboard_port, client_port = self._ports.ports
         self.dashboard_url = f"http://127.0.0.1:{dashboard_port}"
         command = self._command(dashboard_port, client_port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -294,7 +297,7 @@ class LocalRay:
 
     def _start_error(self, what: str) -> MilesWanError:
         tail = self.log_tail()
-        transient = any(sign in tail for sign in ("already occupied", "in use", "timed out during startup"))
+        transient = any(sign in tail for sign in ("already occupied", "in use", "Failed to bind", "timed out during startup"))
         return (_TransientStartError if transient else MilesWanError)(f"{what}; the end of {self.log_path}:\n{tail}")
 
 
@@ -328,15 +331,6 @@ def _session_folder() -> Path:
         except FileExistsError:
             continue
         return folder
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that are free now and differ."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _object_store_bytes(device: str) -> int:

@@ -37,8 +37,9 @@ class Passes(Protocol):
 
 
 class PolicyPasses:
-    """Stored steps, for the losses that need a likelihood. Building it is a collective: with ``old_log_prob: engine`` the
-    pairs of the later optimizer steps need a forward of their own before any weight moves, with ``recompute`` all do."""
+    """Stored steps, for the losses that need a likelihood. Building it is a collective: the pairs of the later optimizer
+    steps need a forward of their own before any weight moves, to be compared with the engine's. The first step's have it
+    in their loss; it also gives their old log-probs where these are to be computed again."""
 
     def __init__(self, objective: PolicyObjective, config: Config, steps: Steps, *, device: torch.device) -> None:
         self._objective = objective
@@ -47,10 +48,8 @@ class PolicyPasses:
         self._device = device
         self._parity = Parity(config.rollout.num_inference_steps)
         self._recompute = config.algorithm.old_log_prob == "recompute"
-        self._old: list[list[OldPolicy]] = []
         objective.prepare([item for items in steps for item in items], device)
-        for items in steps if self._recompute else steps[1:]:
-            self._old.append(self._measure(items))
+        self._later = [self._measure(items) for items in steps[1:]]
 
     def pairs(self, step: int) -> int:
         return sum(len(item.trajectory.steps) for item in self._steps[step])
@@ -59,12 +58,14 @@ class PolicyPasses:
         size = self._config.training.micro_batch_size
         for number, batch in enumerate(step_batches(self._steps[step], size=size, device=self._device)):
             law = self._objective.law(batch)
-            if self._recompute:
-                old = self._old[step][number]
-            else:
+            if step == 0:
+                compare(batch, law, self._parity)
+            if not self._recompute:
                 old = self._objective.engine_policy(batch, law)
-                if step == 0:
-                    compare(batch, law, self._parity)
+            elif step == 0:
+                old = self._objective.old_policy(law)
+            else:
+                old = self._later[step - 1][number].to(self._device)
             scored, ratio = self._objective(batch, law, old)
             if step == 0:
                 self._parity.add_ratio(ratio)
@@ -90,14 +91,14 @@ class PolicyPasses:
         return metrics
 
     def _measure(self, items: Sequence[TrainItem]) -> list[OldPolicy]:
-        """Compare with the engine; what the old policy says, by micro-batch."""
+        """Compare with the engine; what the old policy says, by micro-batch, on the CPU."""
         old = []
         with torch.no_grad():
             for batch in step_batches(items, size=self._config.training.micro_batch_size, device=self._device):
                 law = self._objective.law(batch)
                 compare(batch, law, self._parity)
                 if self._recompute:
-                    old.append(self._objective.old_policy(law))
+                    old.append(self._objective.old_policy(law).to(torch.device("cpu")))
                 else:
                     self._parity.add_ratio(torch.exp(law.transition.log_prob - batch.engine_log_prob))
         return old

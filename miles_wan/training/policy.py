@@ -35,6 +35,9 @@ class OldPolicy:
     log_prob: Tensor
     mean: Tensor | None
 
+    def to(self, device: torch.device) -> OldPolicy:
+        return OldPolicy(self.log_prob.to(device), None if self.mean is None else self.mean.to(device))
+
 
 @dataclass(frozen=True)
 class Law:
