@@ -17,7 +17,7 @@ import pytest
 
 from miles_wan.cluster import lifeline
 from miles_wan.cluster.job import Job
-from miles_wan.cluster.local_ray import LocalRay, check_environment
+from miles_wan.cluster.local_ray import LocalRay, _TransientStartError, check_environment
 from miles_wan.errors import InputError, MilesWanError
 
 DRIVER = """
@@ -174,3 +174,12 @@ def test_a_start_that_takes_too_long_says_so_and_leaves_nothing(tmp_path: Path) 
         ray.__enter__()
     assert not ray.folder.exists()
     assert lifeline.members(ray.run_id) == []
+
+
+@pytest.mark.parametrize("sign", ["RuntimeError: Failed to bind to address 10.0.0.1:34825", "port 6379 already occupied"])
+def test_a_port_that_another_process_took_first_is_tried_again(tmp_path: Path, sign: str) -> None:
+    ray = LocalRay(1, "cpu", log_path=tmp_path / "ray.log")
+    ray.log_path.write_text(f"starting\n{sign}\nRemaining processes will be killed.\n")
+    assert isinstance(ray._start_error("Ray did not start"), _TransientStartError)
+    ray.log_path.write_text("ImportError: no module named ray\n")
+    assert not isinstance(ray._start_error("Ray did not start"), _TransientStartError)
