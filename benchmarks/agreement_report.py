@@ -116,23 +116,32 @@ def _cases(rows: Sequence[Measurement]) -> list[str]:
     lines = _head("law", "image", "guidance", "size", *HEADER)
     for row in rows:
         case = row.case
-        size = "x".join(map(str, case.size))
-        lines.append(_row(case.kind, "yes" if case.image else "no", f"{case.guidance:g}", size, *_figures([row])))
+        lines.append(
+            _row(case.kind, "yes" if case.image else "no", f"{case.guidance:g}", _size(case.size), *_figures([row]))
+        )
     return lines
 
 
-def _steps(reports: Iterable[Report]) -> list[str]:
-    lines = _head("combination", "when", "law", *(f"step {step}: mean abs., max abs., mean" for step in _kept(reports)))
+def _steps(reports: Sequence[Report]) -> list[str]:
+    """By size: what is random in these differences averages out over the elements, what is systematic does not."""
+    steps = _kept(reports)
+    lines = _head("combination", "when", "law", "size", *(f"step {step}: mean abs., max abs., mean" for step in steps))
     for report in reports:
         for when, rows in report.tables:
-            for kind in dict.fromkeys(row.case.kind for row in rows if row.trainer_gaps):
-                gaps = [row.trainer_gaps for row in rows if row.case.kind == kind]
-                cells = []
-                for step in gaps[0]:
-                    values = np.concatenate([gap[step] for gap in gaps])
-                    cells.append(f"{np.abs(values).mean():.1e}, {np.abs(values).max():.1e}, {values.mean():+.1e}")
-                lines.append(_row(report.name, when, kind, *cells))
+            scored = [row for row in rows if row.trainer_gaps]
+            for kind, size in dict.fromkeys((row.case.kind, row.case.size) for row in scored):
+                gaps = [row.trainer_gaps for row in scored if (row.case.kind, row.case.size) == (kind, size)]
+                columns = [np.concatenate([gap[step] for gap in gaps]) for step in steps]
+                lines.append(_row(report.name, when, kind, _size(size), *map(_spread, columns)))
     return lines
+
+
+def _spread(values: np.ndarray) -> str:
+    return f"{np.abs(values).mean():.1e}, {np.abs(values).max():.1e}, {values.mean():+.1e}"
+
+
+def _size(size: tuple[int, int, int]) -> str:
+    return "x".join(map(str, size))
 
 
 def _kept(reports: Iterable[Report]) -> list[str]:
