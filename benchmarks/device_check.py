@@ -64,7 +64,8 @@ def main() -> int:
         torch.distributed.destroy_process_group()
     report["cuda_ipc"] = _row(float(not _ipc_round_trip()), 0.5)
     if arguments.run:
-        report |= _whole_run("cuda")
+        for engine in ("sglang", "local"):
+            report |= {f"{engine}_{name}": row for name, row in _whole_run("cuda", engine).items()}
     arguments.out.write_text(json.dumps(report, indent=2))
     print(json.dumps(report, indent=2))
     return 0 if all(row.get("holds", True) for row in report.values() if isinstance(row, dict)) else 1
@@ -147,7 +148,7 @@ def _ipc_round_trip() -> bool:
     return value == float(tensor.double().sum())
 
 
-def _whole_run(device: str) -> dict[str, Any]:
+def _whole_run(device: str, engine: str) -> dict[str, Any]:
     """Two rollouts of the launcher on the tiny checkpoint in float32: what its summary says about sync and parity."""
     with tempfile.TemporaryDirectory() as folder:
         tiny = make_tiny(Path(folder) / "tiny", eval_records=4)
@@ -159,6 +160,8 @@ def _whole_run(device: str) -> dict[str, Any]:
             "--reward-model": str(tiny.reward),
             "--device": device,
             "--num-gpus": "1",
+            "--rollout.engine": engine,
+            "--deterministic": "true" if engine == "local" else "false",
             "--num-rollouts": "2",
             "--eval-interval": "2",
             "--output-dir": f"{folder}/run",
