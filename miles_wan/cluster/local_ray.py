@@ -297,7 +297,9 @@ class LocalRay:
 
     def _start_error(self, what: str) -> MilesWanError:
         tail = self.log_tail()
-        transient = any(sign in tail for sign in ("already occupied", "in use", "Failed to bind", "timed out during startup"))
+        transient = any(
+            sign in tail for sign in ("already occupied", "in use", "Failed to bind", "timed out during startup")
+        )
         return (_TransientStartError if transient else MilesWanError)(f"{what}; the end of {self.log_path}:\n{tail}")
 
 

@@ -176,7 +176,9 @@ def test_a_start_that_takes_too_long_says_so_and_leaves_nothing(tmp_path: Path) 
     assert lifeline.members(ray.run_id) == []
 
 
-@pytest.mark.parametrize("sign", ["RuntimeError: Failed to bind to address 10.0.0.1:34825", "port 6379 already occupied"])
+@pytest.mark.parametrize(
+    "sign", ["RuntimeError: Failed to bind to address 10.0.0.1:34825", "port 6379 already occupied"]
+)
 def test_a_port_that_another_process_took_first_is_tried_again(tmp_path: Path, sign: str) -> None:
     ray = LocalRay(1, "cpu", log_path=tmp_path / "ray.log")
     ray.log_path.write_text(f"starting\n{sign}\nRemaining processes will be killed.\n")
