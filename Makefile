@@ -2,18 +2,20 @@
 # make demo    the main job on a tiny checkpoint, on this machine's CPU
 # make test    lint, type check and the whole test suite
 # make test-kills  kill and resume at every injected point (half an hour)
+# make evidence-algorithms  every algorithm's recipe, true and flipped, three seeds (an hour)
 # make evidence  seeds 0, 1, 2 with true, flipped and zero learning signal (hours)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO ?= runs/demo
 STAMP := $(VENV)/.installed
+COMMA := ,
 
-.PHONY: setup demo test lint test-kills evidence clean
+.PHONY: setup demo test lint test-kills evidence evidence-algorithms clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
-	@echo "installing into $(VENV): about 9 GB, several minutes"
+	@echo "installing into $(VENV): about 12 GB, several minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
@@ -39,6 +41,11 @@ test-kills: setup
 
 evidence: setup
 	$(BIN)/python benchmarks/evidence.py --out runs/evidence
+
+evidence-algorithms: setup
+	$(BIN)/python benchmarks/evidence.py --out runs/evidence-algorithms --in-process --workers 2 --signals true flipped \
+	  --recipes tiny_ti2v $(patsubst configs/algorithms/%.yaml,tiny_ti2v$(COMMA)%,$(wildcard configs/algorithms/*.yaml)) \
+	  --extra="--device cpu --rollout.engine local --rollout.samples-per-call 8 --num-gpus 1 --eval.interval 10"
 
 clean:
 	rm -rf runs build *.egg-info

@@ -191,7 +191,7 @@ def _result(recipe: str, seed: int, runs: dict[Signal, Any]) -> dict[str, Any]:
         "gain_flipped": [flipped["eval_gain_mean"], flipped["eval_gain_ci95"]],
         "true_minus_flipped": [difference.mean, difference.ci95],
         "holds": held,
-        "max_log_prob_gap": max(run["max_log_prob_gap"] for run in runs.values()),
+        "max_log_prob_gap": max(run["max_log_prob_gap"] or 0.0 for run in runs.values()),
     }
     if zero is not None:
         result |= {"gain_zero": zero["eval_gain_mean"], "holds": held and all(gain == 0 for gain in _gains(zero))}

@@ -6,7 +6,7 @@ python docs/generate.py
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -48,12 +48,19 @@ def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
         if _is_section(info):
             rows += _table(f"{prefix}{name}.", info.annotation.model_fields).splitlines()[2:]  # type: ignore[union-attr]
         else:
-            rows.append(f"| `{prefix}{name}` | {_default(info)} | {info.description} |")
+            rows.append(f"| `{prefix}{name}` | {_default(info)} | {_choices(info)}{info.description} |")
     return "\n".join(rows) + "\n"
 
 
 def _is_section(info: FieldInfo) -> bool:
     return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+
+
+def _choices(info: FieldInfo) -> str:
+    """The values of a field that takes few."""
+    parts = get_args(info.annotation) if get_origin(info.annotation) is not Literal else (info.annotation,)
+    values = [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
+    return f"One of {', '.join(f'`{value}`' for value in values)}. " if len(values) > 1 else ""
 
 
 def _default(info: FieldInfo) -> str:

@@ -100,10 +100,12 @@ class TrainerActor:
         uuid = f"GPU-{torch.cuda.get_device_properties(self._worker.device).uuid}" if on_cuda else None
         return TrainerInfo(self._worker.report, self._worker.sharded_blocks, uuid)
 
-    def hold(self, policy_version: int, weights: str) -> None:
-        """Generate with these weights from now on, if all ranks hold the same (a collective)."""
-        self._worker.check_ranks_agree(self._worker.adapter(weights), policy_version=policy_version)
+    def hold(self, policy_version: int, weights: str) -> list[str]:
+        """Generate with these weights from now on, if all ranks hold the same (a collective); the tensors' names."""
+        tensors = self._worker.adapter(weights)
+        self._worker.check_ranks_agree(tensors, policy_version=policy_version, weights=weights)
         self._generating = weights
+        return list(tensors)
 
     def generate(self, request: RolloutRequest, sample_indices: Sequence[int]) -> tuple[Any, ...]:
         """As ``EngineActor.generate``, by the local engine (a collective: every rank makes a call of this shape)."""
@@ -122,7 +124,7 @@ class TrainerActor:
         from miles_wan.weight_sync.update import make_update
 
         tensors = self._worker.adapter(weights)
-        self._worker.check_ranks_agree(tensors, policy_version=policy_version)
+        self._worker.check_ranks_agree(tensors, policy_version=policy_version, weights=weights)
         if consumers == 0:
             return None
         model = self._config.model

@@ -215,7 +215,8 @@ def run(config: Config) -> None:
                 summary["eval_reward_before"], summary["eval_reward_after"], summary["eval_gain_mean"],
                 summary["eval_gain_ci95"], summary["eval_records"],
             )  # fmt: skip
-        logger.info("largest engine-trainer log-prob gap before an update: %.1e", summary["max_log_prob_gap"])
+        if summary["max_log_prob_gap"] is not None:
+            logger.info("largest engine-trainer log-prob gap before an update: %.1e", summary["max_log_prob_gap"])
         logger.info("done: adapter/, videos/, reward.png and summary.json are in %s", output_dir)
 
 
@@ -243,7 +244,8 @@ def summarise(
 ) -> dict[str, Any]:
     """The content of ``summary.json``. Validation numbers are null for a run without validation."""
     info = actors.trainer_infos[0]
-    evaluated = bool(state.eval_first)
+    evaluated, compared = bool(state.eval_first), state.log_prob_pairs_compared > 0
+    servers = config.rollout.engine == "sglang"
     gain = paired_gain(state.eval_first, state.eval_last) if evaluated else None
     return {
         "rollouts": state.finished,
@@ -258,19 +260,19 @@ def summarise(
         "eval_rewards_after": state.eval_last,
         "eval_records": len(state.eval_last),
         "engine": config.rollout.engine,
-        "tp_size": config.rollout.tp_size,
-        "sp_size": config.rollout.sp_size,
+        "tp_size": config.rollout.tp_size if servers else None,
+        "sp_size": config.rollout.sp_size if servers else None,
         "dp_size": config.training.dp_size,
-        "num_engines": config.rollout.num_engines,
+        "num_engines": len(actors.engines),
         "fsdp_blocks": info.fsdp_blocks,
         "trainable_parameters": info.report.trainable_parameters,
         "total_parameters": info.report.total_parameters,
         "lora_tensors": state.lora_tensors,
         "layer_prefixes": state.layer_prefixes,
         "unmapped": state.unmapped,
-        "max_log_prob_gap": state.max_log_prob_gap,
+        "max_log_prob_gap": state.max_log_prob_gap if compared else None,
         "log_prob_pairs_compared": state.log_prob_pairs_compared,
-        "max_ratio_minus_one_before_update": state.max_ratio_minus_one_before_update,
+        "max_ratio_minus_one_before_update": state.max_ratio_minus_one_before_update if compared else None,
         "sync_seconds_mean": state.sync_seconds / max(1, state.syncs),
         "videos_scored": state.videos_scored,
         "dropped_samples": state.dropped_samples,

@@ -63,12 +63,12 @@ class LocalWeights:
             MilesWanError: the ranks hold different adapters.
         """
         started = time.monotonic()
-        gather([rank.hold.remote(policy_version, weights) for rank in self._ranks])
+        names: list[str] = gather([rank.hold.remote(policy_version, weights) for rank in self._ranks])[0]
         return {
             "sync/seconds": time.monotonic() - started,
             "sync/bytes": 0,
-            "sync/tensors": 0,
-            "sync/prefixes": 0,
+            "sync/tensors": len(names),
+            "sync/prefixes": len({name.rsplit(".lora_", 1)[0] for name in names}),
             "sync/unmapped": 0,
             "sync/policy_version": policy_version,
         }

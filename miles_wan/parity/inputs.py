@@ -7,6 +7,7 @@ from __future__ import annotations
 from miles_wan.config import Config
 from miles_wan.configuration import check_config
 from miles_wan.data import Dataset, load_records
+from miles_wan.doctor.machine import training_memory
 from miles_wan.doctor.model import family_faults, find_model, transformer_faults
 from miles_wan.errors import InputError
 from miles_wan.wan.family import ModelFolder
@@ -25,8 +26,9 @@ def check_inputs(config: Config, *, records: int, samples: int) -> tuple[ModelFo
     model = find_model(config, faults)
     if model is not None:
         faults += family_faults(model, config, [dataset] if dataset is not None else [])
-        if len(model.experts) == 1:
-            faults += transformer_faults(model, config, None)
+    device_bytes = training_memory(config, faults, [])
+    if model is not None and len(model.experts) == 1:
+        faults += transformer_faults(model, config, device_bytes)
     if faults or model is None or dataset is None:
         raise InputError(list(dict.fromkeys(faults)))
     return model, dataset

@@ -51,7 +51,7 @@ METRICS: dict[str, Metric] = {
     "rollout/policy_version": Metric("Version of the weights that generated the videos", "index"),
     "rollout/window_start": Metric("First stochastic step of the window", "step index, mean over groups"),
     "train/loss": Metric("Policy loss plus weighted KL", "mean over (sample, step) pairs"),
-    "train/policy_loss": Metric("Clipped policy loss", "mean over pairs"),
+    "train/policy_loss": Metric("Loss of the policy, without KL or reference terms", "mean over pairs"),
     "train/kl": Metric(
         "KL to the reference (algorithm.kl_reference); 0 when algorithm.kl_beta is 0: it is not computed then",
         "nat per element, mean",
@@ -91,7 +91,7 @@ METRICS: dict[str, Metric] = {
     "parity/mean_gap_max/<step>": Metric("Difference of the step's mean, sampled elements", "max over elements, pairs"),
     "sync/seconds": Metric("Gather, send, apply and verify", "s", timing=True),
     "sync/bytes": Metric("Adapter bytes sent to each engine", "byte"),
-    "sync/tensors": Metric("Tensors sent and applied", "count"),
+    "sync/tensors": Metric("Tensors sent and applied; local engine: compared over the ranks", "count"),
     "sync/prefixes": Metric("Layers that received an adapter", "count"),
     "sync/unmapped": Metric("Tensors without a place in the engine: always 0, or the run stops", "count"),
     "sync/policy_version": Metric("Version of the weights after the sync", "index"),

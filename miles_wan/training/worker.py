@@ -193,7 +193,7 @@ class TrainingWorker:
         """The transformer computes with these ``weights`` inside this context: ``policy`` or ``ema``."""
         return self.velocity.averaged() if weights == "ema" else nullcontext()
 
-    def check_ranks_agree(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> str:
+    def check_ranks_agree(self, tensors: Mapping[str, Tensor], *, policy_version: int, weights: str = "policy") -> str:
         """Compare the digest of the gathered adapter over all ranks (a collective) and log it.
 
         Raises:
@@ -209,7 +209,9 @@ class TrainingWorker:
         if len(set(gathered)) != 1:
             raise MilesWanError(f"the ranks hold different adapters: {gathered}; training is not synchronised")
         if dist.get_rank() == 0:
-            logger.info("adapter version %d: sha256 %s on all %d ranks", policy_version, own[:16], len(gathered))
+            logger.info(
+                "adapter version %d (%s): sha256 %s on all %d ranks", policy_version, weights, own[:16], len(gathered)
+            )
         return own
 
     def save_checkpoint(self, directory: Path, *, rollout_id: int) -> None:
