@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +33,8 @@ def train(config: Path) -> None:
 
     configure_logging("driver")
     settings = load_config([config], {})
+    # The first failure ends the run and is told; what the other workers say of it afterwards would bury it.
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     ray.init(log_to_driver=True, logging_level="warning")
     with lost_workers_explained():
         run(settings)
@@ -166,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="miles-wan", args=given)
     except MilesWanError as error:
         sys.exit(show_failure(error))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

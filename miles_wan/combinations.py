@@ -46,7 +46,7 @@ def batch_equation(config: Config) -> str:
     per_step = total // steps
     pairs = per_step // ranks * kept
     best = config.algorithm.best_of_n
-    chosen = "" if best is None else f" (the {best} best and worst of each)"
+    chosen = "" if best is None else f" (of {rollout.samples_per_prompt} at most {best} best and {best} worst)"
     unit = "noise levels" if config.algorithm.loss == "nft" else "kept steps"
     return (
         f"{rollout.prompts_per_rollout} prompts x {total // rollout.prompts_per_rollout} samples per prompt{chosen} = "
@@ -98,6 +98,8 @@ def _step_faults(config: Config) -> list[str]:
     if rollout.steps is not None and strategy != "given":
         faults.append(f"rollout.steps = {list(rollout.steps)} with step_selection = {strategy}; set that to given")
     if config.algorithm.loss == "nft":
+        if strategy != "window":
+            faults.append(f"rollout.step_selection = {strategy} with algorithm.loss = nft: it has no stochastic steps")
         levels = config.algorithm.nft.sigmas_per_sample
         if levels > steps:
             faults.append(f"algorithm.nft.sigmas_per_sample = {levels} of the {steps} sigmas of the grid; lower it")

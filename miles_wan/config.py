@@ -89,7 +89,9 @@ class RolloutConfig(Section):
         description="Law of the stochastic steps (docs/transitions.md). dance_sde and flow_grpo_wan: local engine only; "
         "ode: no noise, for algorithm.loss nft.",
     )
-    noise_level: float = Field(0.7, gt=0, description="eta of the stochastic steps; flow_grpo_wan and ode have none.")
+    noise_level: float = Field(
+        0.7, gt=0, le=10, description="eta of the stochastic steps; flow_grpo_wan and ode have none."
+    )
     cps_log_prob: Literal["density", "squared_error"] = Field(
         "density", description="cps: the true density, or minus the squared error as in Flow-CPS."
     )

@@ -30,7 +30,7 @@ def recipe_paths(names: str) -> tuple[Path, ...]:
     if os.path.isfile(names):
         return (Path(names),)
     found, faults = [], []
-    for name in names.split(","):
+    for name in filter(None, (part.strip() for part in names.split(","))):
         candidates = [Path(name), RECIPES / f"{name}.yaml", RECIPES / "algorithms" / f"{name}.yaml"]
         path = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
         if path is None:
@@ -40,9 +40,40 @@ def recipe_paths(names: str) -> tuple[Path, ...]:
             )
         else:
             found.append(path)
-    if faults:
-        raise InputError(faults)
+    faults += _order_faults(found)
+    if faults or not found:
+        raise InputError(faults or [f"--recipe {names!r} names none; recipes are {', '.join(recipe_names())}"])
     return tuple(found)
+
+
+def _order_faults(paths: Sequence[Path]) -> list[str]:
+    """Recipes of algorithms change a whole one, so they come after it, and no two may set the same field differently."""
+    faults = []
+    changes = [path for path in paths if path.parent.name == "algorithms"]
+    whole = [place for place, path in enumerate(paths) if path not in changes]
+    early = [
+        path.stem for place, path in enumerate(paths) if path in changes and place < max(whole, default=len(paths))
+    ]
+    if early:
+        faults.append(
+            f"--recipe {', '.join(early)}: changes a whole recipe; give that one before it (tiny_ti2v,{early[0]})"
+        )
+    seen: dict[str, tuple[str, Any]] = {}
+    for path in changes:
+        for field, value in _leaves(_read_recipe(path, faults)).items():
+            other, before = seen.setdefault(field, (path.stem, value))
+            if before != value:
+                faults.append(
+                    f"--recipe {other},{path.stem}: {field} is {before!r} in one and {value!r} in the other; choose"
+                )
+    return faults
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
 
 
 def recipe_names(folder: str = ".") -> list[str]:

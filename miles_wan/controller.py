@@ -141,6 +141,8 @@ class Controller:
             if self._due(self._config.checkpoint.interval):
                 with self._parts.track.phase("checkpoint"):
                     self._parts.keep.save(self.state)
+        if self.state.policy_version == 0:
+            logger.warning("no rollout left anything to train on: the weights are those of the start")
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         times = self._parts.track.lap()

@@ -341,3 +341,27 @@ def test_every_field_is_described_and_listed():
     names = all_fields()
     assert {"model.path", "training.optimizer.lr", "reward.functions.0.weight", "seed"} <= set(names)
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("guard", "--recipe guard: changes a whole recipe; give that one before it (tiny_ti2v,guard)"),
+        ("guard,tiny_ti2v", "--recipe guard: changes a whole recipe"),
+        ("tiny_ti2v,guard,nft", "--recipe guard,nft: algorithm.loss is 'guard' in one and 'nft' in the other; choose"),
+        (",", "--recipe ',' names none; recipes are"),
+    ],
+)
+def test_recipes_that_do_not_go_together_are_refused(names, message):
+    with pytest.raises(InputError) as caught:
+        recipe_paths(names)
+    assert message in " ".join(caught.value.faults)
+
+
+def test_spaces_and_a_last_comma_between_recipes_do_not_matter():
+    assert [path.stem for path in recipe_paths("tiny_ti2v, temp_flow,kl,")] == ["tiny_ti2v", "temp_flow", "kl"]
+
+
+def test_nft_has_no_stochastic_steps_to_choose():
+    found = faults(**{**BATCH, "training.micro_batch_size": 1, **NFT, "rollout.step_selection": "sliding"})
+    assert any("rollout.step_selection = sliding with algorithm.loss = nft" in fault for fault in found)

@@ -9,9 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import ray
-
-from miles_wan.cluster.pools import calls_of, gather, samples_of
+from miles_wan.cluster.pools import calls_of, first_of, gather, samples_of
 from miles_wan.records import RolloutRequest, Sample
 
 logger = logging.getLogger(__name__)
@@ -44,9 +42,8 @@ class LocalRollouts:
             else:
                 running[done] = (request, (), [])
         while running:
-            ready, _ = ray.wait(list(running), num_returns=1)
-            request, indices, made = running.pop(ready[0])
-            ray.get(ready[0])
+            done, _ = first_of(list(running))
+            request, indices, made = running.pop(done)
             yield from samples_of(request, indices, made, conditionings[request.group_index])
 
 

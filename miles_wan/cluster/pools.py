@@ -36,14 +36,20 @@ def gather(references: Sequence[Any]) -> list[Any]:
     """
     pending = list(references)
     while pending:
-        ready, pending = ray.wait(pending, num_returns=1)
-        try:
-            ray.get(ready[0])
-        except ray.exceptions.RayTaskError as error:
-            if not isinstance(error, MilesWanError) and (death := _death(pending)) is not None:
-                raise death from error
-            raise
+        _, pending = first_of(pending)
     return ray.get(list(references))
+
+
+def first_of(pending: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Wait for one of these calls: it, and the others. Its failure is raised as ``gather`` does."""
+    ready, others = ray.wait(list(pending), num_returns=1)
+    try:
+        ray.get(ready[0])
+    except ray.exceptions.RayTaskError as error:
+        if not isinstance(error, MilesWanError) and (death := _death(others)) is not None:
+            raise death from error
+        raise
+    return ready[0], others
 
 
 @contextmanager

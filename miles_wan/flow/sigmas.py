@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_SHORTEST_STEP = 1e-5
+
 
 def shift_sigma(base: Tensor, shift: float) -> Tensor:
     """w(b) = shift b / (1 + (shift - 1) b), the time shift of flow-matching models (SD3, eq. 23)."""
@@ -60,6 +62,11 @@ def explicit_sigmas(sigmas: Sequence[float]) -> Tensor:
     rises = [k for k, falls in enumerate((grid.diff() < 0).tolist()) if not falls]
     if rises:
         faults.append(f"it does not fall (in float32) after the entries {rises}")
+    short = [k for k, fall in enumerate((-grid.diff()).tolist()) if 0 < fall < _SHORTEST_STEP]
+    if short:
+        faults.append(
+            f"it falls by less than {_SHORTEST_STEP:g} after the entries {short}: float32 cannot tell such states apart"
+        )
     if faults:
         raise ValueError(f"sigmas {values} are no grid: {'; '.join(faults)}")
     return grid

@@ -69,6 +69,9 @@ def check_parity(config: Config, folder: ModelFolder, requests: Sequence[Rollout
             report = _compare(server, prepared, config)
     except EngineError as error:  # of the start; a later one is in the report already
         return refused(empty_report(config, requests), error)
+    except KeyboardInterrupt:
+        shutil.rmtree(logs, ignore_errors=True)
+        raise
     if report.refused is None:
         shutil.rmtree(logs, ignore_errors=True)
     return report

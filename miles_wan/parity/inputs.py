@@ -4,6 +4,8 @@ configuration of the check, or one InputError with every fault. Rewards, validat
 
 from __future__ import annotations
 
+from typing import Any
+
 from miles_wan.config import Config
 from miles_wan.configuration import check_config
 from miles_wan.data import Dataset, load_records
@@ -39,9 +41,7 @@ def for_parity(config: Config, *, records: int, samples: int) -> Config:
     only stochastic steps are kept, and the model that both sides run is the same.
     """
     rollout = config.rollout
-    changes = {
-        "prompts_per_rollout": records,
-        "samples_per_prompt": samples,
-        "sampler": "flow_sde" if rollout.sampler == "ode" else rollout.sampler,
-    }
+    changes: dict[str, Any] = {"prompts_per_rollout": records, "samples_per_prompt": samples}
+    if rollout.sampler == "ode":  # its steps were never chosen: take all that may be stochastic
+        changes |= {"sampler": "flow_sde", "step_selection": "all", "window_range": None}
     return config.model_copy(update={"rollout": rollout.model_copy(update=changes)})

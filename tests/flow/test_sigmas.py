@@ -111,3 +111,8 @@ def test_explicit_sigmas_are_taken_as_they_are():
 def test_a_list_that_is_no_grid_is_refused_with_every_fault(sigmas, message):
     with pytest.raises(ValueError, match=message):
         explicit_sigmas(sigmas)
+
+
+def test_a_step_that_float32_cannot_tell_from_none_is_refused():
+    with pytest.raises(ValueError, match=r"it falls by less than 1e-05 after the entries \[0\]"):
+        explicit_sigmas([1.0, 0.99999994, 0.6, 0.0])

@@ -157,3 +157,19 @@ def test_a_deterministic_server_is_told_so_and_takes_the_attention_that_torch_co
 def test_devices_must_fit_the_parallel_sizes(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"3 devices \(4, 5, 6\) for tp_size 2 x sp_size 2; give it exactly 4"):
         EngineSettings(model_path="m", model_id="i", devices=("4", "5", "6"), log_dir=tmp_path, tp_size=2, sp_size=2)
+
+
+def test_a_worker_that_ends_while_the_server_loads_is_noticed(tmp_path: Path) -> None:
+    """As the server leaves it: a child that has ended and that nobody asks for."""
+    worker = "import ctypes; ctypes.CDLL(None).prctl(15, b'sgl_diffusion::scheduler', 0, 0, 0)"
+    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {worker!r}]); time.sleep(60)"
+    server = SGLangServer(EngineSettings(model_path="m", model_id="i", devices=("0",), log_dir=tmp_path))
+    server._process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 30
+        while (dead := server._dead_worker()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert dead.startswith("sgl_diffusion")
+    finally:
+        server.close()

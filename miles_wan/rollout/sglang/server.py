@@ -15,6 +15,7 @@ from collections import deque
 from typing import Any
 
 import httpx
+import psutil
 
 from miles_wan.errors import EngineError
 from miles_wan.rollout.sglang.identity import PATH
@@ -27,6 +28,7 @@ _LOG_LINES = 30
 _POLL_SECONDS = 0.25
 _STOP_SECONDS = 20.0
 _TELL_SECONDS = 20.0
+_WORKER = "sgl_diffusion"  # begins the names of the engine's workers
 
 
 class SGLangServer:
@@ -82,6 +84,15 @@ class SGLangServer:
         code = self._process.poll()
         return None if code is None else f"the engine process ended with code {code}\n{self.log_tail()}"
 
+    def _dead_worker(self) -> str | None:
+        """A process of the engine that has ended and that nobody asks for: the server would wait for it for ever."""
+        assert self._process is not None
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                if process.status() == psutil.STATUS_ZOMBIE and _WORKER in process.name():
+                    return process.name()
+        return None
+
     def log_tail(self) -> str:
         """The last lines of the server's log, with its path."""
         with contextlib.suppress(OSError), open(self._log_path, encoding="utf-8", errors="replace") as log:
@@ -130,6 +141,10 @@ class SGLangServer:
             while True:
                 if (failure := self.failure()) is not None:
                     raise EngineError(f"the engine did not start: {failure}")
+                if dead := self._dead_worker():
+                    raise EngineError(
+                        f"the engine did not start: its process {dead} has ended (out of memory?); {self.log_tail()}"
+                    )
                 with contextlib.suppress(httpx.TransportError):
                     if client.get("/health").status_code == 200:
                         return
