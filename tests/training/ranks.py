@@ -44,7 +44,7 @@ def make_config(folder: Path, **changes: Any) -> Config:
         "model": {"path": str(folder / "model"), "dtype": "fp32", "lora_rank": 4, "lora_alpha": 6},
         "data": {"train": "train.jsonl"},
         "rollout": {"guidance_scale": 3.0, "num_inference_steps": 6, "flow_shift": 5.0, "noise_level": 0.7},
-        "algorithm": {"max_log_prob_gap": 1e-5, "clip_range": 0.5},
+        "algorithm": {"max_log_prob_gap": 1e-5, "clip_range": 0.5, "old_log_prob": "engine"},
         "training": {
             "dp_size": 2,
             "micro_batch_size": 2,
