@@ -17,7 +17,7 @@ from agreement_report import Case, Measurement
 from miles_wan.config import Config
 from miles_wan.flow import transition
 from miles_wan.records import Conditioning, PromptRecord, RolloutRequest, SamplingSettings, TrainItem, Trajectory
-from miles_wan.rollout.base import Answer, SyncReport, WeightPush
+from miles_wan.rollout.base import Answer, SyncReport
 from miles_wan.rollout.local.engine import LocalEngine
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.rollout.sglang.payload import serialize_update
@@ -169,18 +169,7 @@ class Sides:
         )
         payload = serialize_update(update, "cpu", consumers=self.config.rollout.tp_size)
         try:
-            return await self.engine.apply_weights(
-                WeightPush(
-                    target_module=payload.target_module,
-                    payloads=payload.texts,
-                    device_uuids=None,
-                    digests=payload.digests,
-                    alpha=payload.alpha,
-                    rank=payload.rank,
-                    nbytes=payload.nbytes,
-                    policy_version=payload.policy_version,
-                )
-            )
+            return await self.engine.apply_weights(payload.as_push())
         finally:
             payload.release()
 

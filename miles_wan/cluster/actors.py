@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from miles_wan.config import Config
-from miles_wan.records import RewardInput, RolloutOutput, RolloutRequest, Score, TrainItem
+from miles_wan.records import PromptRecord, RewardInput, RolloutOutput, RolloutRequest, Score, TrainItem
 from miles_wan.rollout.base import EngineInfo, SyncReport, WeightPush
 from miles_wan.tracking.logs import configure_logging
 
@@ -107,6 +107,10 @@ class TrainerActor:
         self._generating = weights
         return list(tensors)
 
+    def prepare(self, records: Sequence[PromptRecord], guidance_scale: float) -> None:
+        """Encode the prompts of the coming calls together: on a GPU the text encoder moves there once, not for each."""
+        self._local.prepare(records, guidance_scale=guidance_scale)
+
     def generate(self, request: RolloutRequest, sample_indices: Sequence[int]) -> tuple[Any, ...]:
         """As ``EngineActor.generate``, by the local engine (a collective: every rank makes a call of this shape)."""
         keep = sample_indices[0] == 0 and request.keeps_trajectory
@@ -137,16 +141,7 @@ class TrainerActor:
         )
         device = self._worker.device if transport == "cuda_ipc" else "cpu"
         payload = self._published = serialize_update(update, device, consumers=consumers)
-        return WeightPush(
-            target_module=payload.target_module,
-            payloads=payload.texts,
-            device_uuids=None if payload.device_uuid is None else [payload.device_uuid] * consumers,
-            digests=payload.digests,
-            alpha=payload.alpha,
-            rank=payload.rank,
-            nbytes=payload.nbytes,
-            policy_version=payload.policy_version,
-        )
+        return payload.as_push()
 
     def release(self) -> None:
         """The engines have read the last publication: free it."""

@@ -32,7 +32,11 @@ class LocalRollouts:
         conditionings: dict[int, Any] = {}
         running: dict[Any, tuple[RolloutRequest, tuple[int, ...], Any]] = {}
         fillers = [calls[0]] * (-len(calls) % len(self._ranks))
-        for number, (request, indices) in enumerate([*calls, *fillers]):
+        dealt = [*calls, *fillers]
+        for number, rank in enumerate(self._ranks):
+            records = [request.record for request, _ in dealt[number :: len(self._ranks)]]
+            running[rank.prepare.remote(records, calls[0][0].sampling.guidance_scale)] = (calls[0][0], (), [])
+        for number, (request, indices) in enumerate(dealt):
             rank = self._ranks[number % len(self._ranks)]
             *made, conditioning, done = rank.generate.options(num_returns=2 * len(indices) + 2).remote(request, indices)
             if number < len(calls):
@@ -44,7 +48,8 @@ class LocalRollouts:
         while running:
             done, _ = first_of(list(running))
             request, indices, made = running.pop(done)
-            yield from samples_of(request, indices, made, conditionings[request.group_index])
+            if indices:
+                yield from samples_of(request, indices, made, conditionings[request.group_index])
 
 
 class LocalWeights:

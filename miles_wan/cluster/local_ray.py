@@ -26,7 +26,7 @@ import psutil
 
 from miles_wan.cluster import lifeline
 from miles_wan.errors import InputError, MilesWanError
-from miles_wan.rollout.sglang.ports import PortLease
+from miles_wan.rollout.ports import PortLease
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

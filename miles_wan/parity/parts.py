@@ -15,9 +15,10 @@ from torch import Tensor
 
 from miles_wan.config import Config
 from miles_wan.records import Conditioning, Float32, RolloutRequest
-from miles_wan.rollout.base import Answer, WeightPush
+from miles_wan.rollout.base import Answer
 from miles_wan.rollout.local import LocalEngine
-from miles_wan.rollout.local.text import PromptEncoder, prompts_of
+from miles_wan.rollout.local.conditioning import encode_conditioning
+from miles_wan.rollout.local.text import PromptEncoder
 from miles_wan.rollout.local.video import VideoCodec
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.rollout.sglang.payload import serialize_update
@@ -157,16 +158,7 @@ class ServerSide:
         )
         consumers = rollout.tp_size * rollout.sp_size
         payload = serialize_update(update, self._share_on, consumers=consumers)
-        push = WeightPush(
-            target_module=payload.target_module,
-            payloads=payload.texts,
-            device_uuids=None if payload.device_uuid is None else [payload.device_uuid] * consumers,
-            digests=payload.digests,
-            alpha=payload.alpha,
-            rank=payload.rank,
-            nbytes=payload.nbytes,
-            policy_version=policy_version,
-        )
+        push = payload.as_push()
         try:
             report = self._runner.run(self._engine.apply_weights(push))
         finally:
@@ -216,18 +208,4 @@ def encode_references(
         EngineError: an image that cannot be read.
     """
     text, codec = PromptEncoder(folder.path, device), VideoCodec(folder.path, device)
-    references = []
-    for request in requests:
-        record, sampling = request.record, request.sampling
-        embeds = [embedding.numpy() for embedding in text.encode(prompts_of(record, sampling.guidance_scale))]
-        image = record.image_path
-        references.append(
-            Conditioning(
-                prompt_embeds=embeds[0],
-                negative_prompt_embeds=embeds[1] if len(embeds) > 1 else None,
-                condition_latent=None
-                if image is None
-                else codec.encode_image(image, sampling.width, sampling.height).numpy(),
-            )
-        )
-    return references
+    return [encode_conditioning(request.record, request.sampling, text=text, codec=codec) for request in requests]

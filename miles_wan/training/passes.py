@@ -57,6 +57,7 @@ class PolicyPasses:
     def losses(self, step: int) -> Iterator[Scored]:
         size = self._config.training.micro_batch_size
         for number, batch in enumerate(step_batches(self._steps[step], size=size, device=self._device)):
+            reference_mean = self._objective.reference_mean(batch)
             law = self._objective.law(batch)
             if step == 0:
                 compare(batch, law, self._parity)
@@ -66,7 +67,7 @@ class PolicyPasses:
                 old = self._objective.old_policy(law)
             else:
                 old = self._later[step - 1][number].to(self._device)
-            scored, ratio = self._objective(batch, law, old)
+            scored, ratio = self._objective(batch, law, old, reference_mean)
             if step == 0:
                 self._parity.add_ratio(ratio)
             yield scored

@@ -106,14 +106,16 @@ class PolicyObjective:
         """The old policy as the engine tells it: its log-prob, and the mean that its noise was added to."""
         return OldPolicy(batch.engine_log_prob, engine_mean(batch, law) if self.needs_old_mean else None)
 
-    def __call__(self, batch: PairBatch, law: Law, old: OldPolicy) -> tuple[Scored, Tensor]:
-        """The loss with its statistics, and the ratio [B] it saw."""
+    def __call__(
+        self, batch: PairBatch, law: Law, old: OldPolicy, reference_mean: Tensor | None
+    ) -> tuple[Scored, Tensor]:
+        """The loss with its statistics, and the ratio [B] it saw; ``reference_mean`` is needed with a KL term."""
         algorithm = self._config.algorithm
         policy = self._policy_loss(batch, law, old)
         kl = torch.zeros((), device=policy.loss.device)
-        if algorithm.kl_beta > 0:
+        if reference_mean is not None:
             scored, mask = law.transition, law.mask
-            per_pair = gaussian_kl(scored.mean, self._reference_mean(batch), scored.std, mask=mask)
+            per_pair = gaussian_kl(scored.mean, reference_mean, scored.std, mask=mask)
             kl = (batch.weight * per_pair).mean()
         loss = policy.loss + algorithm.kl_beta * kl
         means = {
@@ -163,8 +165,11 @@ class PolicyObjective:
             weight=weight,
         )
 
-    def _reference_mean(self, batch: PairBatch) -> Tensor:
-        """The step's mean under the reference policy. The trained adapter is back when this returns."""
+    def reference_mean(self, batch: PairBatch) -> Tensor | None:
+        """The step's mean under the reference policy, None without a KL term. Before the forward with gradients: its
+        backward must see the trained weights."""
+        if self._config.algorithm.kl_beta == 0:
+            return None
         averaged = self._config.algorithm.kl_reference == "ema"
         with torch.no_grad(), self._model.averaged() if averaged else self._model.base():
             return self.law(batch).transition.mean

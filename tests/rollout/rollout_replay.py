@@ -108,16 +108,7 @@ def as_update(tensors: dict[str, torch.Tensor], version: int = 1) -> WeightUpdat
 
 
 def as_push(payload: SharedPayload) -> WeightPush:
-    return WeightPush(
-        target_module=payload.target_module,
-        payloads=payload.texts,
-        device_uuids=None,
-        digests=payload.digests,
-        alpha=payload.alpha,
-        rank=payload.rank,
-        nbytes=payload.nbytes,
-        policy_version=payload.policy_version,
-    )
+    return payload.as_push()
 
 
 class Receiver(Protocol):

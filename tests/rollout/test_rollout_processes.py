@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from miles_wan.errors import EngineError, InputError
+from miles_wan.rollout.ports import PortLease
 from miles_wan.rollout.sglang.hooks import DETERMINISTIC_VARIABLE
-from miles_wan.rollout.sglang.ports import PortLease
 from miles_wan.rollout.sglang.server import SGLangServer
 from miles_wan.rollout.sglang.settings import EngineSettings, server_command, server_environment
 
@@ -83,7 +83,7 @@ def test_a_parent_that_is_gone_starts_nothing(tmp_path: Path) -> None:
 
 def test_leases_are_disjoint_between_processes() -> None:
     code = (
-        "from miles_wan.rollout.sglang.ports import PortLease\n"
+        "from miles_wan.rollout.ports import PortLease\n"
         "lease = PortLease(2)\n"  # a lease without a name would end with the line
         "print(*lease.ports, flush=True)\n"
         "input()"
@@ -107,7 +107,7 @@ def test_a_port_that_somebody_listens_on_is_not_leased(monkeypatch: pytest.Monke
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
         port = foreign.getsockname()[1]
-        monkeypatch.setattr("miles_wan.rollout.sglang.ports._candidates", lambda count: iter([port, port - 1]))
+        monkeypatch.setattr("miles_wan.rollout.ports._candidates", lambda count: iter([port, port - 1]))
         with pytest.raises(EngineError, match="no 2 free neighbouring ports"):
             PortLease(2)
 

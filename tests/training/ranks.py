@@ -214,6 +214,30 @@ class Scenarios:
         worker.close()
         return seen
 
+    def kl_to_the_average(self) -> dict[str, Any]:
+        """One step with a KL to an average that the policy has left."""
+        seen: dict[str, Any] = {}
+        for checkpointing in (False, True):
+            worker = self.adapted(
+                algorithm__kl_beta=0.3,
+                algorithm__kl_reference="ema",
+                training__ema_decay=0.9,
+                training__activation_checkpointing=checkpointing,
+            )
+            with torch.no_grad():
+                for _, parameter in trainable_parameters(worker.transformer):
+                    parameter.data.to_local().mul_(NFT_SCALE)
+            caught: dict[str, Tensor] = {}
+
+            def catch(*_: Any, worker: TrainingWorker = worker, caught: dict[str, Tensor] = caught) -> None:
+                caught.update({n: full_tensor(p.grad).clone() for n, p in trainable_parameters(worker.transformer)})
+
+            worker.optimizer.register_step_pre_hook(catch)
+            worker.update([self.items()], rollout_id=0)
+            seen[str(checkpointing)] = caught
+            worker.close()
+        return seen
+
     def average(self) -> dict[str, Any]:
         """The adapters after each of three steps, and their averages."""
         seen: dict[str, Any] = {}
@@ -411,6 +435,7 @@ def main() -> None:
         "parity",
         "gradients",
         "nft",
+        "kl_to_the_average",
         "average",
         "old_policies",
         "agreement",

@@ -18,6 +18,7 @@ from miles_wan.errors import EngineError, InputError
 from miles_wan.flow.transitions import CPS_LOG_PROBS, ETA_KINDS, KINDS
 from miles_wan.records import Conditioning, Float32, PromptRecord, RolloutOutput, RolloutRequest, Trajectory, UInt8
 from miles_wan.rollout.base import Answer, DebugTensors
+from miles_wan.rollout.local.conditioning import encode_conditioning
 from miles_wan.rollout.local.sampler import Step, denoise, sigma_grid
 from miles_wan.rollout.local.text import PromptEncoder, prompts_of
 from miles_wan.rollout.local.video import VideoCodec
@@ -119,19 +120,10 @@ class LocalEngine:
         ]
 
     def _conditioning(self, request: RolloutRequest) -> Conditioning:
-        record, sampling = request.record, request.sampling
-        embeds = [value.numpy() for value in self._text.encode(prompts_of(record, sampling.guidance_scale))]
-        latent = None
-        if record.image_path is not None:
-            try:
-                latent = self._codec.encode_image(record.image_path, sampling.width, sampling.height).numpy()
-            except EngineError as error:
-                raise EngineError(f"{self._source(request)}: {error}") from error
-        return Conditioning(
-            prompt_embeds=embeds[0],
-            negative_prompt_embeds=embeds[1] if len(embeds) > 1 else None,
-            condition_latent=latent,
-        )
+        try:
+            return encode_conditioning(request.record, request.sampling, text=self._text, codec=self._codec)
+        except EngineError as error:
+            raise EngineError(f"{self._source(request)}: {error}") from error
 
     def _check(self, request: RolloutRequest, sample_indices: Sequence[int]) -> None:
         """Raises EngineError with everything that is wrong with the request."""

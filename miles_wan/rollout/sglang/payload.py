@@ -20,6 +20,7 @@ from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_
 
 from miles_wan.errors import WeightSyncError
 from miles_wan.records import WeightUpdate
+from miles_wan.rollout.base import WeightPush
 from miles_wan.rollout.sglang.weights import adapter_layers
 
 
@@ -41,6 +42,19 @@ class SharedPayload:
     rank: int
     policy_version: int
     _buffer: Tensor | None = field(repr=False, default=None)
+
+    def as_push(self) -> WeightPush:
+        """What an engine needs to open and verify it."""
+        return WeightPush(
+            target_module=self.target_module,
+            payloads=self.texts,
+            device_uuids=None if self.device_uuid is None else [self.device_uuid] * len(self.texts),
+            digests=self.digests,
+            alpha=self.alpha,
+            rank=self.rank,
+            nbytes=self.nbytes,
+            policy_version=self.policy_version,
+        )
 
     def release(self) -> None:
         """Give the buffer back. The consumers must have copied it.

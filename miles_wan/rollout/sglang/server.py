@@ -18,8 +18,8 @@ import httpx
 import psutil
 
 from miles_wan.errors import EngineError
+from miles_wan.rollout.ports import PortLease
 from miles_wan.rollout.sglang.identity import PATH
-from miles_wan.rollout.sglang.ports import PortLease
 from miles_wan.rollout.sglang.settings import EngineSettings, server_command, server_environment
 
 logger = logging.getLogger(__name__)
