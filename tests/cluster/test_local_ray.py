@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -57,8 +58,10 @@ def facts(ray: LocalRay, gpus: int, slots: dict[str, int]) -> dict[str, object]:
 def listening_ports(ray: LocalRay) -> set[int]:
     ports = set()
     for process in lifeline.members(ray.run_id):
-        connections = process.net_connections(kind="inet")
-        ports |= {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+        # Ray starts and ends short-lived helpers all the time: one may end between the list and the question.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            connections = process.net_connections(kind="inet")
+            ports |= {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
     return ports
 
 
