@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from miles_wan.errors import InputError
 from miles_wan.wan.load import stored_shapes
+from miles_wan.wan.quantization import parameter_count
 
 ADAPTER = "default"
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
@@ -91,7 +92,7 @@ def report(transformer: WanTransformer3DModel) -> ModelReport:
     names = [name for name, _ in trainable_parameters(transformer)]
     return ModelReport(
         trainable_parameters=sum(p.numel() for _, p in trainable_parameters(transformer)),
-        total_parameters=sum(p.numel() for p in transformer.parameters()),
+        total_parameters=parameter_count(transformer),
         blocks=len(transformer.blocks),
         lora_tensors=len(names),
         layer_prefixes=len({layer_prefix(name) for name in names}),
