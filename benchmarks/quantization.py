@@ -138,14 +138,14 @@ def errors_of(transformer: WanTransformer3DModel) -> dict[str, dict[str, float]]
     for scheme in SCHEMES:
         layers[scheme] = {name: QuantizedLinear(layer, scheme) for name, layer in layers["bf16"].items()}
     found: dict[str, dict[str, float]] = {}
-    for scheme, by_name in layers.items():
+    for base, by_name in layers.items():
         pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for name, layer in by_name.items():
             pairs.setdefault(layer_type(name), []).append((layer(inputs[name].bfloat16()), outputs[name]))
             transformer.set_submodule(name, layer)
         pairs["whole transformer"] = [(run(transformer), exact)]
         for kind, of_kind in pairs.items():
-            found.setdefault(kind, {})[scheme] = relative(of_kind)
+            found.setdefault(kind, {})[base] = relative(of_kind)
     return found
 
 

@@ -204,7 +204,7 @@ def train(folder: Path, quantization: Any, *, steps: int = 80) -> list[float]:
     losses = []
     for _ in range(steps):
         loss = (output_of(transformer, batch=4) - target).square().mean()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
