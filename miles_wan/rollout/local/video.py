@@ -15,6 +15,7 @@ from torch import Tensor
 
 from miles_wan.errors import EngineError, first_line
 from miles_wan.records import UInt8
+from miles_wan.wan.conditioning import image_channels
 
 _CACHED_IMAGES = 512
 
@@ -35,19 +36,29 @@ class VideoCodec:
         self._device = device
         self._mean = torch.tensor(vae.config.latents_mean, device=device).view(1, -1, 1, 1, 1)
         self._scale = 1.0 / torch.tensor(vae.config.latents_std, device=device).view(1, -1, 1, 1, 1)
-        self._cache: OrderedDict[tuple[str, int, int, int, int], Tensor] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int, int, int, int, int], Tensor] = OrderedDict()
 
-    @torch.no_grad()
     def encode_image(self, path: str, width: int, height: int) -> Tensor:
         """Normalised latent [C, 1, h, w] (CPU) of an image that fills ``width`` x ``height`` pixels, cropped in the middle.
 
         Raises:
             EngineError: the file cannot be read as an image.
         """
-        key = (path, *_file_state(path), width, height)
+        return self._image_latent(path, width, height, 1)
+
+    def encode_image_channels(self, path: str, width: int, height: int, num_frames: int) -> Tensor:
+        """The further input channels [4 + C, F, h, w] (CPU) of Wan2.2-I2V: mask and normalised latent of the image followed
+        by grey frames. Raises EngineError as ``encode_image``."""
+        return image_channels(self._image_latent(path, width, height, num_frames))
+
+    @torch.no_grad()
+    def _image_latent(self, path: str, width: int, height: int, num_frames: int) -> Tensor:
+        key = (path, *_file_state(path), width, height, num_frames)
         if key not in self._cache:
             pixels = image_pixels(path, width, height).to(self._device)
-            latent = self._vae.encode(pixels[None, :, None]).latent_dist.mode()
+            video = torch.zeros(1, 3, num_frames, height, width, device=self._device)
+            video[0, :, 0] = pixels
+            latent = self._vae.encode(video).latent_dist.mode()
             self._cache[key] = ((latent - self._mean) * self._scale)[0].cpu()
         self._cache.move_to_end(key)
         if len(self._cache) > _CACHED_IMAGES:
