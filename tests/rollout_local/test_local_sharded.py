@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from local_ranks import adapted_transformer, gradient_norm
+from local_parts import local_engine
+from local_ranks import adapted_model, gradient_norm
 
-from miles_wan.rollout.local import LocalEngine
 from miles_wan.tiny import TinyPaths
+from miles_wan.wan.family import load_family
 
 pytestmark = pytest.mark.e2e
 
@@ -35,9 +36,9 @@ def test_ranks_make_the_videos_of_the_whole_transformer(
     for rank in ranks:
         _, errors = rank.communicate(timeout=300)
         assert rank.returncode == 0, errors[-3000:]
-    transformer = adapted_transformer(tiny_paths.model)
-    whole = LocalEngine(tiny_paths.model, transformer, dtype="fp32", expand_timesteps=True, device=torch.device("cpu"))
-    expected_norm = float(gradient_norm(transformer))
+    model = adapted_model(load_family(tiny_paths.model))
+    whole = local_engine(tiny_paths, model)
+    expected_norm = float(gradient_norm(model))
     for rank, request in enumerate(requests):
         result = torch.load(tmp_path / f"results_{rank}.pt", weights_only=False)
         for output, expected in zip(result["outputs"], whole.generate(request, [0, 1]), strict=True):
