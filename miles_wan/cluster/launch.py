@@ -169,7 +169,9 @@ def check(config: Config) -> None:
     def further(model: ModelFolder, train: Dataset, evaluation: Dataset | None) -> list[str]:
         if config.resume is None:
             return []
-        return saved_faults(config, train.records, evaluation.records if evaluation else (), model_path=model.path)
+        return saved_faults(
+            config, train.records, evaluation.records if evaluation else (), weights=model.transformer_folders
+        )
 
     try:
         doctor.check(config, further)
