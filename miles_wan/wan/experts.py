@@ -72,16 +72,15 @@ def guidance_by_expert(names: Sequence[str], first: float, second: float | None)
     """The guidance scale of each expert of ``names``, that of the high noise first.
 
     Raises:
-        ValueError: the second is missing with two experts, or given with one (there is no fallback); or only the second is
-            above 1, or it is below 1 beside a first above 1: the first decides whether an engine computes a negative prompt.
+        ValueError: the second is missing with two experts, or given with one (there is no fallback); or only one of the two is
+            above 1: by the first an engine decides whether there is guidance at all.
     """
     if (second is not None) != (len(names) == 2):
         raise ValueError(f"{len(names)} expert(s) with guidance scales {first:g} and {second}")
     if second is None:
         return {names[0]: first}
-    if first <= 1 < second or second < 1 < first:
+    if (first > 1) != (second > 1):
         raise ValueError(
-            f"guidance scales {first:g} and {second:g}: both experts are guided or none, by the first; give "
-            f"{'a first above 1 or a second of 1' if first <= 1 else 'a second of at least 1'}"
+            f"guidance scales {first:g} and {second:g}: guidance is on for both experts (above 1) or for neither"
         )
     return dict(zip(names, (first, second), strict=True))

@@ -30,10 +30,11 @@ def record(tiny_paths: TinyPaths) -> PromptRecord:
 
 
 def record_of(paths: TinyPaths) -> PromptRecord:
-    """The first training record of the toy data set, with its first frame."""
+    """The first training record of the toy data set, with its first frame if the family takes one."""
     line = json.loads(paths.train_jsonl.read_text().splitlines()[0])
-    image = paths.train_jsonl.parent / line["metadata"]["image_path"]
-    return PromptRecord(record_id="first", prompt=line["input"], image_path=str(image), source="train.jsonl:1")
+    image = line["metadata"].get("image_path")
+    path = None if image is None else str(paths.train_jsonl.parent / image)
+    return PromptRecord(record_id="first", prompt=line["input"], image_path=path, source="train.jsonl:1")
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ from miles_wan.rollout.sglang.canary import check_experts, expert_queries
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.rollout.sglang.payload import serialize_update, tensor_digest
 from miles_wan.rollout.sglang.weights import adapter_layers
-from miles_wan.tiny import make_tiny
+from miles_wan.tiny import TinyPaths
 from miles_wan.wan.experts import Experts
 from miles_wan.wan.family import ModelFolder, load_family
 from miles_wan.wan.lora import inject_lora
@@ -102,7 +102,7 @@ class Sides:
 @pytest.fixture(scope="module", params=SERVERS)
 def sides(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[Sides]:
     family: str = request.param
-    tiny = make_tiny(tmp_path_factory.mktemp(family) / "tiny", family=family)
+    tiny: TinyPaths = request.getfixturevalue("i2v_paths" if "i2v" in family else "t2v_paths")
     folder = load_family(tiny.model)
     settings = settings_for(
         tiny.model, tmp_path_factory.mktemp("log"), model_id=folder.family.engine_model_id, **SERVERS[family]
@@ -178,12 +178,12 @@ def test_the_step_beside_the_boundary_is_the_experts_that_the_trainer_takes(side
 
 
 def test_each_expert_has_its_own_guidance(sides: Sides, run: Run) -> None:
-    request = sides.request()
+    request = sides.request(guidance_scale=6.0, guidance_scale_2=1.5)
     answer = run(sides.engine.generate_debug(request, [0]))[0]
     trajectory, conditioning = answer.output.trajectory, answer.output.conditioning
     scored = by_trainer(sides.model, trajectory, conditioning, request.sampling)
-    same = replace(request.sampling, guidance_scale_2=request.sampling.guidance_scale)
-    with_one = by_trainer(sides.model, trajectory, conditioning, same)
+    np.testing.assert_allclose(trajectory.log_probs, scored, rtol=0, atol=1e-5)
+    with_one = by_trainer(sides.model, trajectory, conditioning, replace(request.sampling, guidance_scale_2=6.0))
     routed = np.array([sides.model.experts.of(float(timestep)) for timestep in trajectory.timesteps])
     np.testing.assert_array_equal(scored[routed == HIGH], with_one[routed == HIGH])
     assert np.abs(scored - with_one)[routed == LOW].max() > 1e-4

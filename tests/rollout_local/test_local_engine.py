@@ -12,78 +12,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from local_parts import local_engine, model_of
+from local_parts import local_engine, model_of, rescored
 from PIL import Image
 
 from miles_wan.errors import EngineError
-from miles_wan.flow import transition
-from miles_wan.records import RolloutOutput, RolloutRequest
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.rollout.local.text import MAX_TOKENS
 from miles_wan.rollout.local.video import image_pixels
 from miles_wan.tiny import TinyPaths
-from miles_wan.wan.conditioning import build_model_input
 from miles_wan.wan.facts import DEFAULT_NEGATIVE_PROMPT
-from miles_wan.wan.forward import guided_velocity
 from miles_wan.wan.lora import inject_lora
 from miles_wan.wan.model import WanModel
 
 STOCHASTIC = ("flow_sde", "dance_sde", "cps", "flow_grpo_wan")
 
 
-def rescored(transformer: Any, request: RolloutRequest, output: RolloutOutput) -> list[float]:
-    """The log-probs of the kept steps as the trainer computes them, from what the trajectory holds."""
-    trajectory, conditioning, sampling = output.trajectory, output.conditioning, request.sampling
-    assert trajectory is not None
-    assert conditioning is not None
-    values = []
-    for (state, after), step in zip(torch.from_numpy(trajectory.latents), trajectory.steps, strict=True):
-        sigmas = torch.from_numpy(trajectory.sigmas)
-        given = None if conditioning.condition_latent is None else torch.from_numpy(conditioning.condition_latent)[None]
-        negative = conditioning.negative_prompt_embeds
-        inputs = build_model_input(
-            state[None],
-            sigmas[step][None] * 1000,
-            condition_latent=given,
-            has_condition=torch.tensor([trajectory.has_condition]),
-            image_conditioning="first_frame",
-        )
-        with torch.no_grad():
-            velocity = guided_velocity(
-                transformer,
-                inputs,
-                prompt_embeds=torch.from_numpy(conditioning.prompt_embeds)[None],
-                negative_prompt_embeds=None if negative is None else torch.from_numpy(negative)[None],
-                guidance_scale=sampling.guidance_scale,
-                dtype=torch.float32,
-            )
-        scored = transition(
-            sampling.kind,
-            inputs.hidden_states,
-            velocity,
-            sigma=sigmas[step],
-            sigma_next=sigmas[step + 1],
-            sigma_max=sigmas[1],
-            noise_level=sampling.noise_level,
-            next_sample=after[None],
-            mask=inputs.mask,
-            cps_log_prob=sampling.cps_log_prob,
-        )
-        values.append(float(scored.log_prob))
-    return values
-
-
 @pytest.mark.parametrize("kind", STOCHASTIC)
 @pytest.mark.parametrize("image", [True, False])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_the_trainer_finds_the_log_probs_of_the_trajectory(
-    local: LocalEngine, transformer: Any, make_request: Any, kind: str, image: bool, guidance: float
+    local: LocalEngine, model: WanModel, make_request: Any, kind: str, image: bool, guidance: float
 ) -> None:
     request = make_request(image=image, kind=kind, guidance_scale=guidance)
     output = local.generate(request, [0], return_conditioning=True)[0]
     assert output.trajectory is not None
     assert output.trajectory.has_condition is image
-    np.testing.assert_array_equal(output.trajectory.log_probs, rescored(transformer, request, output))
+    np.testing.assert_array_equal(output.trajectory.log_probs, rescored(model, request, output))
 
 
 def test_a_squared_error_is_the_log_prob_of_cps_if_asked(local: LocalEngine, make_request: Any) -> None:
