@@ -94,7 +94,8 @@ class WanModel(nn.Module):
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """The frozen base computes inside this context."""
-        adapted = [transformer for _, transformer in self.items() if transformer.peft_config]
+        # diffusers sets peft_config with the first adapter; an expert that is not trained has none.
+        adapted = [transformer for _, transformer in self.items() if getattr(transformer, "peft_config", None)]
         for transformer in adapted:
             transformer.disable_adapters()
         try:

@@ -14,6 +14,7 @@ from miles_wan.parity.parts import Adapter, EngineSide
 from miles_wan.records import RolloutRequest
 from miles_wan.rollout.base import Answer
 from miles_wan.wan.conditioning import ModelInput
+from miles_wan.wan.experts import Experts
 from miles_wan.wan.model import WanModel
 
 
@@ -85,6 +86,29 @@ class ShuffledSamples(OtherPrompt):
         return right[:half] + wrong[half:]
 
 
+class OtherImage(OtherRecord):
+    """Generates from another record's image with the right prompt, and says that it used the right one."""
+
+    def rollout(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
+        mixed = replace(request.record, image_path=self.other(request).record.image_path)
+        answers = self.engine.rollout(replace(request, record=mixed), sample_indices)
+        [right] = self.engine.rollout(request, sample_indices[:1])
+        return with_conditioning_of(answers, right)
+
+
+class DeafToModule(Around):
+    """Ignores the second push into one module."""
+
+    def __init__(self, engine: EngineSide, module: str) -> None:
+        super().__init__(engine)
+        self.module = module
+        self.held: Adapter = {}
+
+    def push(self, adapter: Adapter, *, policy_version: int) -> None:
+        self.held = adapter if not self.held else {**adapter, self.module: self.held[self.module]}
+        self.engine.push(self.held, policy_version=policy_version)
+
+
 class DeafTo(Around):
     """Ignores the pushes of these policy versions."""
 
@@ -129,6 +153,22 @@ class ScalarTimesteps(Miscalled):
 
     def input(self, latents: Tensor, timestep: Tensor, **others: Any) -> ModelInput:
         return replace(self.model.input(latents, timestep, **others), timestep=timestep.float())
+
+
+class OtherBoundary(Miscalled):
+    """Called with another boundary between its experts."""
+
+    def __init__(self, model: WanModel, boundary: float) -> None:
+        super().__init__(model)
+        self.experts = Experts(model.experts.names, boundary)
+
+
+class SwappedExperts(Miscalled):
+    """Each expert is called in the place, and with the guidance, of the other."""
+
+    def velocity(self, expert: str, inputs: ModelInput, **others: Any) -> Tensor:
+        first, second = self.model.names
+        return self.model.velocity(second if expert == first else first, inputs, **others)
 
 
 def over_all_noise(answer: Answer, step: int) -> float:

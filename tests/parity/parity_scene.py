@@ -44,7 +44,8 @@ class Scene:
         """A local engine with a model of its own, so that its weights can be stale; float32, whatever the trainer has, so
         that a bfloat16 trainer differs by its rounding. ``called`` puts a fault between engine and model."""
         model = load_model(self.folder, dtype="fp32")
-        add_adapters(model, self.config.model, names=self.folder.experts, seed=0)
+        trained = self.folder.routing.chosen(self.config.model.train_experts)
+        add_adapters(model, self.config.model, names=trained, seed=0)
         return LocalSide(LocalEngine(self.folder, called(model), device=CPU), model)
 
     def report(self, engine: EngineSide) -> ParityReport:
@@ -64,9 +65,16 @@ class Scene:
 
 
 def scene(
-    paths: TinyPaths, folder: Path, *, image: bool = True, records: int = 2, samples: int = 2, **changes: Any
+    paths: TinyPaths,
+    folder: Path,
+    *,
+    recipe: str = "tiny_ti2v",
+    image: bool = True,
+    records: int = 2,
+    samples: int = 2,
+    **changes: Any,
 ) -> Scene:
-    """The tiny recipe over ``records`` records with ``samples`` each. ``changes`` are dotted fields with _ for the dot of
+    """A tiny recipe over ``records`` records with ``samples`` each. ``changes`` are dotted fields with _ for the dot of
     ``rollout_guidance_scale``."""
     data = paths.train_jsonl
     if not image:
@@ -79,7 +87,7 @@ def scene(
         "rollout.engine": "local",
         **{name.replace("_", ".", 1): value for name, value in changes.items()},
     }
-    config = for_parity(read_config(recipe_paths("tiny_ti2v"), overrides), records=records, samples=samples)
+    config = for_parity(read_config(recipe_paths(recipe), overrides), records=records, samples=samples)
     requests = RequestPlanner(config, load_records(data).records, ()).training(0, policy_version=2)
     model = load_family(paths.model)
     return Scene(config, model, prepare(config, model, requests, device=CPU))
