@@ -169,12 +169,13 @@ async def measure(sides: Sides, records: Sequence[PromptRecord], combination: Co
 
 
 def read_records(tiny: TinyPaths) -> list[PromptRecord]:
-    """The first two training records of the toy data set, with their first frames."""
+    """The first two training records of the toy data set, with their first frames if the family takes any."""
     records = []
     for line in tiny.train_jsonl.read_text().splitlines()[:2]:
         values = json.loads(line)
-        image = tiny.train_jsonl.parent / values["metadata"]["image_path"]
-        records.append(PromptRecord(record_id=values["input"], prompt=values["input"], image_path=str(image.resolve())))
+        image = values["metadata"].get("image_path")
+        path = None if image is None else str((tiny.train_jsonl.parent / image).resolve())
+        records.append(PromptRecord(record_id=values["input"], prompt=values["input"], image_path=path))
     return records
 
 

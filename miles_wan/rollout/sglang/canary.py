@@ -27,6 +27,7 @@ _TOLERANCE = 1e-4
 _WIDTH, _HEIGHT = 64, 32
 _STEPS = (0, 1)  # the second shows what the generator was used for in the first
 _GUIDANCE = (2.0, 5.0)
+_SHARE = 0.02
 
 
 def canary_query(family: WanFamily, flow_shift: float, *, with_image: bool = True) -> SampleQuery:
@@ -115,13 +116,10 @@ def check_experts(answers: Sequence[Answer], experts: Experts) -> None:
     assert other.debug is not None
     timesteps = [float(sigma * TIMESTEPS) for sigma in one.sigmas[:-1]]
     wanted = [experts.of(timestep) for timestep in timesteps].index(experts.names[1])
-    moved = [
-        float(np.abs(ours - theirs).max()) > _TOLERANCE
-        for ours, theirs in zip(one.debug.model_outputs, other.debug.model_outputs, strict=True)
-    ]
-    if True not in moved:
+    moved = np.abs(one.debug.model_outputs - other.debug.model_outputs).max(axis=(1, 2, 3, 4))
+    if not moved.any():
         raise EngineError("the guidance of the low-noise expert changes nothing: the engine never used that expert")
-    found = moved.index(True)
+    found = int(np.argmax(moved > _SHARE * moved.max()))  # a GPU need not give the same bits twice
     if found != wanted:
         raise EngineError(
             f"the engine gives the steps from timestep {timesteps[found]:.2f} on to the low-noise expert, by the boundary "
