@@ -18,8 +18,6 @@ from miles_wan.records import Conditioning, Float32, RolloutRequest
 from miles_wan.rollout.base import Answer
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.rollout.local.conditioning import encode_conditioning
-from miles_wan.rollout.local.text import PromptEncoder
-from miles_wan.rollout.local.video import VideoCodec
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.rollout.sglang.payload import serialize_update
 from miles_wan.wan.conditioning import ModelInput, build_model_input
@@ -27,6 +25,8 @@ from miles_wan.wan.family import ModelFolder
 from miles_wan.wan.forward import guided_velocity
 from miles_wan.wan.load import DTYPES
 from miles_wan.wan.lora import layer_prefix, trainable_parameters
+from miles_wan.wan.text import PromptEncoder
+from miles_wan.wan.video import VideoCodec
 from miles_wan.weight_sync import make_update, verify_reports
 
 Adapter = Mapping[str, Tensor]

@@ -19,13 +19,13 @@ from miles_wan.errors import EngineError
 from miles_wan.flow import transition
 from miles_wan.records import RolloutOutput, RolloutRequest
 from miles_wan.rollout.local import LocalEngine
-from miles_wan.rollout.local.text import MAX_TOKENS
-from miles_wan.rollout.local.video import image_pixels
 from miles_wan.tiny import TinyPaths
 from miles_wan.wan.conditioning import build_model_input
 from miles_wan.wan.facts import DEFAULT_NEGATIVE_PROMPT
 from miles_wan.wan.forward import guided_velocity
 from miles_wan.wan.lora import inject_lora
+from miles_wan.wan.text import MAX_TOKENS
+from miles_wan.wan.video import image_pixels
 
 STOCHASTIC = ("flow_sde", "dance_sde", "cps", "flow_grpo_wan")
 

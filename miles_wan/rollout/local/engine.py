@@ -20,10 +20,10 @@ from miles_wan.records import Conditioning, Float32, PromptRecord, RolloutOutput
 from miles_wan.rollout.base import Answer, DebugTensors
 from miles_wan.rollout.local.conditioning import encode_conditioning
 from miles_wan.rollout.local.sampler import Step, denoise, sigma_grid
-from miles_wan.rollout.local.text import PromptEncoder, prompts_of
-from miles_wan.rollout.local.video import VideoCodec
 from miles_wan.wan.family import legal_frames, legal_size, load_family
 from miles_wan.wan.load import DTYPES
+from miles_wan.wan.text import PromptEncoder, prompts_of
+from miles_wan.wan.video import VideoCodec
 
 
 class LocalEngine:
