@@ -40,17 +40,18 @@ def train(config: Path) -> None:
         run(settings)
 
 
-def tiny(out: Path, seed: int = 0) -> None:
-    """Make a tiny Wan2.2-TI2V checkpoint, a tiny PickScore, a tiny CLIP and a toy data set.
+def tiny(out: Path, seed: int = 0, family: str = "wan2.2-ti2v-5b") -> None:
+    """Make a tiny Wan2.2 checkpoint, a tiny PickScore, a tiny CLIP and a toy data set.
 
     Args:
         out: folder to make them in.
         seed: what the random weights and the data follow from.
+        family: a tiny one of which model: wan2.2-ti2v-5b, wan2.2-t2v-a14b or wan2.2-i2v-a14b.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries, before they are imported
     from miles_wan.tiny import make_tiny
 
-    paths = make_tiny(out, seed=seed)
+    paths = make_tiny(out, seed=seed, family=family)
     for name, path in asdict(paths).items():
         console().print(f"{name:12} {path}")
 

@@ -77,10 +77,7 @@ class Actors:
             engine.start.remote(config, [slots.numbers[slot] for slot in members], log_dir)
             for engine, members in zip(self.engines, layout.engines, strict=True)
         ]
-        trainers = [
-            trainer.start.remote(config, init_method, str(folder.path), folder.expand_timesteps)
-            for trainer in self.trainers
-        ]
+        trainers = [trainer.start.remote(config, init_method, folder) for trainer in self.trainers]
         results = gather([*engines, *trainers, *(reward.start.remote(config) for reward in self.rewards)])
         self.trainer_infos: list[TrainerInfo] = results[len(engines) : len(engines) + len(trainers)]
         for index, info in enumerate(results[: len(engines)]):

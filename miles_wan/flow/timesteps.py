@@ -5,7 +5,6 @@ an expert is chosen by, and nothing is shifted afterwards. It knows no expert, o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 import torch

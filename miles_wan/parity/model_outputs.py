@@ -99,10 +99,10 @@ def _explanations(
     def left(conditioning: Conditioning = own, *, scalar: bool = False) -> float:
         velocity, _ = trainer.velocity(
             probe.state[0].numpy(),
-            probe.sigma,
+            probe.timestep,
             conditioning,
             has_condition=probe.has_condition,
-            guidance_scale=probe.sampling.guidance_scale,
+            sampling=probe.sampling,
             scalar_timestep=scalar,
         )
         return relative(velocity, probe.velocity, probe.mask)

@@ -44,6 +44,7 @@ class Pair:
     sigma: float
     sigma_next: float
     sigma_max: float
+    timestep: float
     has_condition: bool
     state: Tensor
     next_state: Tensor
@@ -136,17 +137,17 @@ def _pair(number: int, sample: int, position: int, group: Group, trainer: Traine
     sigma, sigma_next, sigma_max = (float(answer.sigmas[index]) for index in (step, step + 1, 1))
     own_velocity, inputs = trainer.velocity(
         answer.states[step],
-        sigma,
+        float(trajectory.timesteps[position]),
         group.conditionings[0],
         has_condition=trajectory.has_condition,
-        guidance_scale=sampling.guidance_scale,
+        sampling=sampling,
     )
     next_state, mean, noise = (
         _batch(value) for value in (answer.states[step + 1], debug.means[step], debug.noises[step])
     )
     law = transition(
         sampling.kind,
-        inputs.hidden_states,
+        inputs.state,
         own_velocity,
         sigma=sigma,
         sigma_next=sigma_next,
@@ -164,6 +165,7 @@ def _pair(number: int, sample: int, position: int, group: Group, trainer: Traine
         sigma=sigma,
         sigma_next=sigma_next,
         sigma_max=sigma_max,
+        timestep=float(trajectory.timesteps[position]),
         has_condition=trajectory.has_condition,
         state=_batch(answer.states[step]),
         next_state=next_state,

@@ -16,6 +16,7 @@ from torch import Tensor
 from miles_wan.errors import EngineError, first_line
 from miles_wan.pixels import fill_size
 from miles_wan.records import UInt8
+from miles_wan.wan.conditioning import image_channels
 
 _CACHED_IMAGES = 512
 
@@ -36,19 +37,25 @@ class VideoCodec:
         self._device = device
         self._mean = torch.tensor(vae.config.latents_mean, device=device).view(1, -1, 1, 1, 1)
         self._scale = 1.0 / torch.tensor(vae.config.latents_std, device=device).view(1, -1, 1, 1, 1)
-        self._cache: OrderedDict[tuple[str, int, int, int, int], Tensor] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int, int, int, int, int], Tensor] = OrderedDict()
 
-    @torch.no_grad()
     def encode_image(self, path: str, width: int, height: int) -> Tensor:
         """Normalised latent [C, 1, h, w] (CPU) of an image that fills ``width`` x ``height`` pixels, cropped in the middle.
 
         Raises:
             EngineError: the file cannot be read as an image.
         """
-        key = (path, *_file_state(path), width, height)
+        return self._image_latent(path, width, height, 1)
+
+    def encode_image_channels(self, path: str, width: int, height: int, num_frames: int) -> Tensor:
+        """The further input channels [4 + C, F, h, w] (CPU) of Wan2.2-I2V: mask and normalised latent of the image followed
+        by grey frames. Raises EngineError as ``encode_image``."""
+        return image_channels(self._image_latent(path, width, height, num_frames))
+
+    def _image_latent(self, path: str, width: int, height: int, num_frames: int) -> Tensor:
+        key = (path, *_file_state(path), width, height, num_frames)
         if key not in self._cache:
-            pixels = image_pixels(path, width, height).to(self._device)
-            self._cache[key] = self._encode(pixels[None, :, None])
+            self._cache[key] = self.encode_first(image_pixels(path, width, height), num_frames)
         self._cache.move_to_end(key)
         if len(self._cache) > _CACHED_IMAGES:
             self._cache.popitem(last=False)
@@ -62,16 +69,12 @@ class VideoCodec:
         return self._encode((2 * unit - 1).permute(3, 0, 1, 2)[None])
 
     @torch.no_grad()
-    def encode_first_frame(self, first: Tensor, num_frames: int) -> Tensor:
-        """Normalised latent [C, F, h, w] (CPU) of ``num_frames`` frames of which only the first is given: what Wan2.2-I2V-A14B
-        conditions on. The others are zeros, mid-grey.
-
-        Args:
-            first: pixels [3, H, W] in [-1, 1].
-        """
-        video = first.new_zeros(1, 3, num_frames, *first.shape[1:])
-        video[0, :, 0] = first
-        return self._encode(video.to(self._device))
+    def encode_first(self, pixels: Tensor, num_frames: int) -> Tensor:
+        """Normalised latent [C, F, h, w] (CPU) of ``num_frames`` frames of which only the first is given, ``pixels`` [3, H, W]
+        in [-1, 1]; the others are zeros, mid-grey."""
+        video = torch.zeros(1, 3, num_frames, *pixels.shape[1:], device=self._device)
+        video[0, :, 0] = pixels.to(self._device)
+        return self._encode(video)
 
     def _encode(self, video: Tensor) -> Tensor:
         latent = self._vae.encode(video).latent_dist.mode()

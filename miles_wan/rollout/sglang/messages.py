@@ -127,12 +127,13 @@ def _answer(sample: Mapping[str, Any], query: SampleQuery, *, seed: int, with_co
     frames = _frames(sample, query)
     trajectory = _required(sample, "dit_trajectory")
     sigmas = _sigmas(trajectory, sampling)
+    timesteps = _float32(_required(trajectory, "timesteps"), "timesteps", (sampling.num_inference_steps + 1,))
     states = _states(trajectory, query)
     log_probs = _log_probs(sample, query)
     output = RolloutOutput(
         seed=seed,
         frames=frames,
-        trajectory=_trajectory(query, states, log_probs=log_probs, sigmas=sigmas, seed=seed),
+        trajectory=_trajectory(query, states, log_probs=log_probs, sigmas=sigmas, timesteps=timesteps, seed=seed),
         conditioning=_conditioning(sample, query, states) if with_conditioning else None,
         seconds=float(sample.get("inference_time_s") or 0.0) / len(query.seeds),
     )
@@ -248,7 +249,13 @@ def _log_probs(sample: Mapping[str, Any], query: SampleQuery) -> Float32:
 
 
 def _trajectory(
-    query: SampleQuery, states: Mapping[int, Float32], *, log_probs: Float32, sigmas: Float32, seed: int
+    query: SampleQuery,
+    states: Mapping[int, Float32],
+    *,
+    log_probs: Float32,
+    sigmas: Float32,
+    timesteps: Float32,
+    seed: int,
 ) -> Trajectory | None:
     request = query.request
     if not request.keeps_trajectory:
@@ -261,6 +268,7 @@ def _trajectory(
         latents=latents,
         steps=query.steps,
         sigmas=sigmas,
+        timesteps=timesteps[list(query.steps)],
         log_probs=log_probs[list(query.steps)],
         has_condition=request.record.image_path is not None,
         policy_version=request.policy_version,
