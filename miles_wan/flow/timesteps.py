@@ -97,5 +97,3 @@ def _check(*, shift: float, std: float, cut: float | None, high_share: float | N
         faults.append(f"cut is {cut}; it lies between 0 and {NUM_TRAIN_TIMESTEPS}")
     if faults:
         raise ValueError("; ".join(faults))
-
-
