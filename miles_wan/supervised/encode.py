@@ -223,7 +223,7 @@ def _shared_out(
         for part in _gathered(dict(work(unique[start + _rank() : start + size : ranks]))):
             found |= part
         if told and _rank() == 0:
-            logger.info("encoded %d of %d new entries", min(start + size, len(unique)), len(unique), "new entries")
+            logger.info("encoded %d of %d new entries", min(start + size, len(unique)), len(unique))
     return found
 
 
