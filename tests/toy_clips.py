@@ -26,7 +26,9 @@ def scene_frames(scene: Scene, *, frames: int, rng: random.Random) -> np.ndarray
     return np.stack([np.asarray(picture) for picture in pictures])
 
 
-def write_toy_clips(folder: Path, *, train: int, evaluation: int, frames: int = 9, seed: int = 0) -> tuple[Path, Path]:
+def write_toy_clips(
+    folder: Path, *, train: int, evaluation: int, frames: int = 9, seed: int = 0, every_second_wide: bool = False
+) -> tuple[Path, Path]:
     """Write ``train.jsonl`` and ``validation.jsonl`` with mp4 files of different scenes; their paths."""
     rng = random.Random(seed)
     scenes = rng.sample(all_scenes(), train + evaluation)
@@ -36,7 +38,8 @@ def write_toy_clips(folder: Path, *, train: int, evaluation: int, frames: int = 
         lines = []
         for number, scene in enumerate(chosen):
             name = f"{split}_{number:03d}.mp4"
-            write_clip(folder / name, scene_frames(scene, frames=frames, rng=rng), fps=8)
+            pictures = scene_frames(scene, frames=frames, rng=rng)
+            write_clip(folder / name, pictures[:, 16:48] if every_second_wide and number % 2 else pictures, fps=8)
             lines.append({"video_path": name, "input": scene.caption})
         path = folder / f"{split}.jsonl"
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
