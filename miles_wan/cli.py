@@ -78,8 +78,9 @@ def inspect(
     if as_json:
         sys.stdout.write(json.dumps(counts, indent=2) + "\n")
         return
-    for name, value in counts.items():
-        console().print(f"{name:22} {value:,}" if isinstance(value, int) else f"{name:22} {value}")
+    each = {f"  of each: {name}": value for name, value in counts.pop("each_expert", {}).items()}
+    for name, value in {**counts, **each}.items():
+        console().print(f"{name:32} {value:,}" if isinstance(value, int) else f"{name:32} {value}")
 
 
 def doctor() -> None:

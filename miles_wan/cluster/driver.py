@@ -166,8 +166,8 @@ def run(config: Config) -> None:
         logger.info("no complete checkpoint in %s: starting from the beginning", output_dir)
     train = load_records(config.data.train).records
     validation = load_records(config.data.eval).records if config.data.eval is not None else ()
-    transformer = load_family(resolve_model(config.model.path)).path / "transformer"
-    settings = remembered(config, train, validation[: config.eval.max_records], weights=transformer)
+    model = load_family(resolve_model(config.model.path))
+    settings = remembered(config, train, validation[: config.eval.max_records], weights=model.transformer_folders)
     if found and (faults := resume_faults(found[1], settings)):
         raise InputError(faults)
     state = RunState(**found[1]["run"]) if found else RunState()

@@ -107,7 +107,8 @@ def _write_parts(folder: Path, wanted: dict[str, Any]) -> None:
     write_pickscore(paths.reward, words, seed=seed)
     write_clip(paths.clip, seed=seed)
     sizes = {name: wanted[name] for name in ("train_records", "eval_records")}
-    write_dataset(paths.train_jsonl.parent, seed=seed, **sizes)
+    with_images = family_named(family).image_conditioning != "none"
+    write_dataset(paths.train_jsonl.parent, seed=seed, with_images=with_images, **sizes)
     manifest = {"made_by": "miles-wan tiny", **wanted, "sha256": _digests(folder)}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 

@@ -1,7 +1,7 @@
 """Every metric of the project in one table: name, meaning, unit and how it is aggregated over a rollout.
 
 In: nothing. Out: the table, a check that refuses names outside it, and the page docs/metrics.md made from it. A name
-with ``<...>`` is a pattern: the bracket stands for one word that a run chooses (the name of a reward, of a phase).
+with ``<...>`` is a pattern: each bracket stands for one word that a run chooses (the name of a reward, of a phase).
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ METRICS: dict[str, Metric] = {
     "train/log_prob_pairs": Metric("(sample, kept step) pairs compared for parity", "count"),
     "train/advantage_abs_mean": Metric("Size of the advantages", "mean over videos"),
     "train/grad_norm": Metric("Gradient norm before clipping", "max over optimizer steps"),
+    "train/pairs/<expert>": Metric("A14B: pairs of one expert, of all ranks", "count"),
+    "train/<metric>/<expert>": Metric(
+        "A14B: the metric of this name over the pairs, or the gradients, of one expert (high, low)", "as that metric"
+    ),
     "train/lr": Metric("Learning rate of the last optimizer step", "1"),
     "train/optimizer_steps": Metric("Optimizer steps of this rollout", "count"),
     "parity/log_prob_gap_mean/<step>": Metric("Difference of the log-prob", "mean over pairs"),
@@ -144,8 +148,7 @@ def metric_of(name: str) -> Metric:
 
 
 def _as_regex(pattern: str) -> str:
-    before, _, rest = pattern.partition("<")
-    return re.escape(before) + r"[^/\s]+" + re.escape(rest.partition(">")[2])
+    return r"[^/\s]+".join(re.escape(part) for part in re.split("<[^>]*>", pattern))
 
 
 def is_timing(name: str) -> bool:

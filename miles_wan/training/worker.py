@@ -75,8 +75,8 @@ class TrainingWorker:
         init_process_group(device=self.device, rank=rank.rank, world_size=rank.world_size, init_method=rank.init_method)
         self.trained = folder.routing.chosen(config.model.train_experts)
         # A frozen expert is needed where this process generates, too.
-        everything = config.rollout.engine == "local"
-        self.model = load_model(folder, dtype=config.model.dtype, names=None if everything else self.trained)
+        held = folder.experts if config.rollout.engine == "local" else self.trained
+        self.model = load_model(folder, dtype=config.model.dtype, names=held)
         add_adapters(self.model, config.model, names=self.trained, seed=config.seed)
         self.report: ModelReport = report(*(transformer for _, transformer in self.model.items()))
         memory = estimate(self.model, ranks=rank.world_size)

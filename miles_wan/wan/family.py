@@ -66,6 +66,11 @@ class ModelFolder:
         return self.family.experts
 
     @property
+    def transformer_folders(self) -> tuple[Path, ...]:
+        """The folder of each expert, that of the high noise first."""
+        return tuple(self.path / name for name in self.experts)
+
+    @property
     def routing(self) -> Experts:
         """Which expert computes which timestep."""
         return Experts(self.experts, self.boundary_ratio)
