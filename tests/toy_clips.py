@@ -1,9 +1,11 @@
-"""Clips of moving shapes with their captions, small and made in the test: the toy data of supervised training."""
+"""Clips of moving shapes with their captions, small and made in the test: the toy data of supervised training. To make the
+ones of docs/supervised.md: ``python tests/toy_clips.py FOLDER``."""
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -45,3 +47,7 @@ def write_toy_clips(
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         paths.append(path)
     return paths[0], paths[1]
+
+
+if __name__ == "__main__":
+    write_toy_clips(Path(sys.argv[1]), train=64, evaluation=16)

@@ -108,7 +108,8 @@ class SupervisedEvalConfig(Section):
     max_records: Positive | None = Field(None, description="Use only the first so many validation clips.")
     seed: NonNegative = Field(1234, description="Seed of the validation noise: the same for every validation and run.")
     videos: NonNegative = Field(
-        0, description="Sample videos of the first so many validation clips, made at every validation."
+        0,
+        description="Sample videos of the first so many validation clips, made at every validation (with timesteps.shift).",
     )
     num_inference_steps: Positive = Field(20, description="Denoising steps of a sample video.")
     guidance_scale: float | None = Field(

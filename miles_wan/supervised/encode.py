@@ -87,21 +87,26 @@ class ClipLibrary:
         self._wanted = wanted
         self._device = device
         self._conditioning: ImageConditioning = folder.image_conditioning
-        self.empty_text_key = ""
+        self._encoder_digests: list[str] = []
 
-    def encode(self, records: Sequence[ClipRecord]) -> EncodedSet:
-        """Encode what the cache lacks; a collective: every rank calls it with the same records and gets the same answer."""
+    def encode(self, records: Sequence[ClipRecord], *, prompts: Sequence[str] = ()) -> EncodedSet:
+        """Encode what the cache lacks; a collective: every rank calls it with the same records and gets the same answer.
+
+        Args:
+            prompts: texts that are no captions and shall be there, too (``text``).
+        """
         videos = _shared_out([record.video_path for record in records], self._digests.of)
         vae = component_digest(self._folder.path / "vae", self._digests)
-        encoder = [component_digest(self._folder.path / part, self._digests) for part in ("tokenizer", "text_encoder")]
+        self._encoder_digests = [
+            component_digest(self._folder.path / part, self._digests) for part in ("tokenizer", "text_encoder")
+        ]
         keys = [self._clip_key(record, videos.get(record.video_path), vae) for record in records]
-        text_keys = [entry_key("text", {"prompt": record.caption, "encoder": encoder}) for record in records]
-        self.empty_text_key = entry_key("text", {"prompt": "", "encoder": encoder})
+        text_keys = [self._text_key(record.caption) for record in records]
         if _rank() == 0:
             self._digests.save()
         clips, made = self._filled(dict(zip(keys, records, strict=True)), self._clips)
-        prompts = {key: record.caption for key, record in zip(text_keys, records, strict=True)}
-        texts, texts_made = self._filled({self.empty_text_key: "", **prompts}, self._texts)
+        wanted = ["", *prompts, *(record.caption for record in records)]
+        texts, texts_made = self._filled({self._text_key(prompt): prompt for prompt in wanted}, self._texts)
         bad, notes, encoded = [], [], []
         for record, key, text_key in zip(records, keys, text_keys, strict=True):
             found = clips[key]
@@ -125,11 +130,14 @@ class ClipLibrary:
             condition = first if first is not None else latent[:, :1]
         elif self._conditioning == "channels" and first is not None:
             condition = image_channels(first)
-        return ClipTensors(latent, condition, self.text(clip.text_key if with_text else self.empty_text_key))
+        return ClipTensors(latent, condition, self.text(clip.record.caption if with_text else ""))
 
-    def text(self, key: str) -> Tensor:
-        """Embeddings [512, D] of the caption with this key."""
-        return padded(self._cache.load(key)["embeds"])
+    def text(self, prompt: str) -> Tensor:
+        """Embeddings [512, D] of a caption or another text that was encoded. Raises CheckpointError."""
+        return padded(self._cache.load(self._text_key(prompt))["embeds"])
+
+    def _text_key(self, prompt: str) -> str:
+        return entry_key("text", {"prompt": prompt, "encoder": self._encoder_digests})
 
     def _clip_key(self, record: ClipRecord, video: str | None, vae: str) -> str:
         wanted = self._wanted

@@ -6,7 +6,6 @@ checked configuration. Out: the output folder; rank 0 writes it.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -19,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from miles_wan.cluster.checkpoints import CheckpointStore
-from miles_wan.data.clips import ClipSet, Finding, counted, load_clips, summarised
+from miles_wan.data.clips import counted
 from miles_wan.errors import InputError, MilesWanError
 from miles_wan.faults import reach
 from miles_wan.supervised.config import SftConfig
+from miles_wan.supervised.dataset import RunData
 from miles_wan.supervised.draws import Draw, TrainingDraws, counts
-from miles_wan.supervised.encode import ClipLibrary, EncodedClip, EncodedSet
+from miles_wan.supervised.encode import ClipLibrary
 from miles_wan.supervised.export import export_adapters, export_transformers
 from miles_wan.supervised.log import RunLog
 from miles_wan.supervised.resume import remembered, resume_faults
@@ -33,10 +33,10 @@ from miles_wan.supervised.summary import loss_gain, write_supervised_summary
 from miles_wan.supervised.throughput import Throughput
 from miles_wan.supervised.trainer import Step, SupervisedTrainer
 from miles_wan.supervised.validation import validation_draws, validation_metrics, validation_timesteps
+from miles_wan.supervised.videos import SampleVideos
 from miles_wan.tracking.failures import show_failure
 from miles_wan.tracking.logs import configure_logging
 from miles_wan.tracking.loss_plot import plot_loss_curves
-from miles_wan.tracking.writing import replacing
 from miles_wan.training import checkpoint
 from miles_wan.training.sharding import BACKENDS
 from miles_wan.wan.family import ModelFolder, load_family, resolve_model
@@ -72,32 +72,33 @@ class SupervisedRun:
         self._folder: ModelFolder = load_family(resolve_model(config.model.path))
         self._plan: Plan = plan(config, self._folder)
         self._library = ClipLibrary(config.data.cache_dir, self._folder, self._plan.clip, device=device)
-        self._encode()
+        self._data = RunData(config, self._library)
         self._trainer = SupervisedTrainer(
             config, self._folder, self._library, device=device, everything=config.eval.videos > 0
         )
         experts = self._folder.routing
         self._draws = TrainingDraws(
             config,
-            len(self._train.clips),
+            len(self._data.train),
             experts=experts,
             trained=self._plan.trained,
             shift=self._plan.shift,
             image_share=self._plan.image_share,
         )
         self._validation: list[Draw] = validation_draws(
-            len(self._eval_clips),
+            len(self._data.evaluation),
             validation_timesteps(config.eval, experts, self._plan.trained),
             seed=config.eval.seed,
             experts=experts,
             image_share=self._plan.image_share,
         )
+        self._videos = SampleVideos(config, self._plan, self._folder, self._library, self._trainer, device=device)
         self._throughput = Throughput(config, self._folder, device=device)
         self._store = CheckpointStore(self._output / "checkpoints", keep_last=config.checkpoint.keep_last)
         self._settings = remembered(
             config,
-            self._train.clips,
-            self._eval_clips,
+            self._data.train,
+            self._data.evaluation,
             weights=[self._folder.path / name for name in self._folder.experts],
         )
 
@@ -117,43 +118,8 @@ class SupervisedRun:
                 self._advance(progress, log)
             self._finish(progress, resumed_from)
 
-    def _encode(self) -> None:
-        """Both data sets through the cache. Raises InputError when nothing can be used."""
-        data = self._config.data
-        given = {"data.train": _usable(load_clips(data.train), data.skip_other_languages)}
-        if data.eval is not None and self._config.eval.interval:
-            clips = _usable(load_clips(data.eval), data.skip_other_languages)
-            given["data.eval"] = clips
-        encoded: dict[str, EncodedSet] = {name: self._library.encode(clips.records) for name, clips in given.items()}
-        self._train = encoded["data.train"]
-        evaluation = encoded.get("data.eval")
-        self._eval_clips: tuple[EncodedClip, ...] = (
-            evaluation.clips[: self._config.eval.max_records] if evaluation else ()
-        )
-        self._bad = {name: [*given[name].bad, *found.bad] for name, found in encoded.items()}
-        self._notes = {name: [*given[name].notes, *found.notes] for name, found in encoded.items()}
-        faults = [
-            f"{name}: {finding.source}: {finding.text}"
-            for name, found in encoded.items()
-            if not found.clips
-            for finding in self._bad[name]
-        ]
-        if faults:
-            raise InputError(faults)
-
     def _tell(self) -> None:
-        entries = f"{self._train.entries} cache entries, {self._train.made} of them new"
-        logger.info(
-            "%d training clips (%s), %d validation clips", len(self._train.clips), entries, len(self._eval_clips)
-        )
-        for name in self._bad:
-            for sentence in summarised(self._bad[name]):
-                logger.warning("%s: left out: %s", name, sentence)
-            for sentence in summarised(self._notes[name]):
-                logger.info("%s: %s", name, sentence)
-        lines = [{"data": name, **asdict(finding)} for name, findings in self._bad.items() for finding in findings]
-        with replacing(self._output / BAD_RECORDS) as temporary:
-            temporary.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
+        self._data.tell(self._output / BAD_RECORDS)
         report = self._trainer.report
         logger.info(
             "training %s of %s (%s): %s of %s parameters",
@@ -170,7 +136,7 @@ class SupervisedRun:
         number, config = progress.finished, self._config
         started = time.monotonic()
         draws = self._draws.batch(number)
-        step = self._trainer.step(draws, self._train.clips, number=number)
+        step = self._trainer.step(draws, self._data.train, number=number)
         seconds = time.monotonic() - started
         progress.finished += 1
         progress.seconds += seconds
@@ -195,7 +161,7 @@ class SupervisedRun:
                 "sft/grad_norm" + (f"/{experts.label(name)}" if name else ""): norm
                 for name, norm in step.grad_norms.items()
             },
-            **self._throughput.metrics(draws, self._train.clips, seconds),
+            **self._throughput.metrics(draws, self._data.train, seconds),
         }
         for name, count in counts(draws, experts).items():
             label = experts.label(name)
@@ -209,11 +175,14 @@ class SupervisedRun:
         if not self._validation or not self._config.eval.interval:
             return
         started = time.monotonic()
-        losses = self._trainer.losses(self._validation, self._eval_clips)
+        losses = self._trainer.losses(self._validation, self._data.evaluation)
         if progress.first_validation is None:
             progress.first_validation = losses
         progress.last_validation = losses
         metrics = validation_metrics(self._validation, losses, self._folder.routing)
+        shown = self._data.evaluation[: self._config.eval.videos]
+        if shown:
+            self._videos.write(shown, self._output / "videos" / f"step_{progress.finished:06d}")
         log.write(progress.finished, {**metrics, "validation/seconds": time.monotonic() - started})
 
     def _save(self, progress: Progress) -> None:
@@ -284,12 +253,12 @@ class SupervisedRun:
                 "trainable_parameters": report.trainable_parameters,
                 "total_parameters": report.total_parameters,
                 "lora_tensors": 0 if self._trainer.is_full else report.lora_tensors,
-                "clips": len(self._train.clips),
-                "validation_clips": len(self._eval_clips),
-                "bad_records": {name: counted(bad) for name, bad in self._bad.items()},
-                "notes": {name: counted(notes) for name, notes in self._notes.items()},
-                "cache_entries": self._train.entries,
-                "cache_entries_made": self._train.made,
+                "clips": len(self._data.train),
+                "validation_clips": len(self._data.evaluation),
+                "bad_records": {name: counted(bad) for name, bad in self._data.bad.items()},
+                "notes": {name: counted(notes) for name, notes in self._data.notes.items()},
+                "cache_entries": self._data.entries,
+                "cache_entries_made": self._data.made,
                 "exported": [str(place) for place in places],
                 "resumed_from": resumed_from,
                 **loss_gain(
@@ -312,20 +281,6 @@ class _Nothing:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Rank 0 does."""
-
-
-def _usable(clips: ClipSet, skip_other_languages: bool) -> ClipSet:
-    """Without the captions in another script, if they are not wanted."""
-    if not skip_other_languages:
-        return clips
-    foreign = {note.source: note for note in clips.notes if note.kind == "other_language"}
-    bad: list[Finding] = [*clips.bad, *foreign.values()]
-    return ClipSet(
-        clips.path,
-        tuple(record for record in clips.records if record.source not in foreign),
-        tuple(bad),
-        tuple(note for note in clips.notes if note.source not in foreign),
-    )
 
 
 def _broadcast(value: Any) -> Any:

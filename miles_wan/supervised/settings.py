@@ -105,6 +105,8 @@ def plan(config: SftConfig, folder: ModelFolder) -> Plan:
             f"timesteps.high_share is {config.timesteps.high_share:g}, but {len(trained)} expert is trained: it gets all draws; "
             "leave it out"
         )
+    if config.eval.guidance_scale_2 is not None and len(family.experts) == 1:
+        faults.append(f"eval.guidance_scale_2 is given, but {family.name} has a single transformer; leave it out")
     if faults:
         raise InputError(faults)
     clip = ClipFormat(sizes=tuple(sizes), num_frames=num_frames, fps=data.fps, stride=data.stride)
