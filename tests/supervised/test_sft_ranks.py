@@ -17,7 +17,11 @@ from sft_ranks import FAMILIES
 from torch import Tensor
 from toy_clips import write_toy_clips
 
+from miles_wan.data import load_clips
+from miles_wan.data.video import ClipFormat
+from miles_wan.supervised.encode import ClipLibrary
 from miles_wan.tiny import make_tiny
+from miles_wan.wan.family import load_family
 from miles_wan.wan.lora import WEIGHTS_NAME
 
 pytestmark = pytest.mark.e2e
@@ -84,6 +88,35 @@ def test_two_ranks_compute_what_one_does(seen: Any, family: str, method: str) ->
         for step, losses in enumerate(one["curve"]):
             assert furthest(two["curve"][step], losses) <= EXACT
         assert distance(two["weights"], one["weights"]) <= EXACT
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_losses_are_those_of_diffusers_called_by_hand(seen: Any, family: str) -> None:
+    run = seen.one["families"][family, "lora"]  # adapters begin at zero
+    model, wanted = load_family(seen.folder / family), ClipFormat(sizes=((32, 32), (64, 32)), num_frames=5, fps=None)
+    library = ClipLibrary(seen.folder / "cache", model, wanted, device=torch.device("cpu"))
+    encoded = library.encode(load_clips(seen.folder / "clips" / "train.jsonl").records)
+    assert encoded.made == 0
+    if family == "ti2v":
+        assert len({draw.with_image for draw in run["draws"]}) == 2
+    for draw, loss in zip(run["draws"], run["losses"], strict=True):
+        clip = library.load(encoded.clips[draw.clip], with_text=draw.with_text)
+        transformer = WanTransformer3DModel.from_pretrained(model.path / draw.expert)
+        noise = torch.randn(clip.latent.shape, generator=torch.Generator().manual_seed(draw.noise_seed))
+        sigma = draw.timestep / 1000
+        state, timestep, start = (1 - sigma) * clip.latent + sigma * noise, torch.tensor([draw.timestep]), 0
+        _, frames, height, width = state.shape
+        if draw.with_image and family == "ti2v":  # the clean first frame, whose tokens have timestep 0
+            state[:, 0], start = clip.latent[:, 0], 1
+            tokens = height // 2 * width // 2
+            timestep = torch.tensor([[0.0] * tokens + [draw.timestep] * tokens * (frames - 1)])
+        if family == "i2v":  # mask and first frame beside the state
+            assert clip.condition is not None
+            state = torch.cat([state, clip.condition])
+        with torch.no_grad():
+            velocity = transformer(state[None], timestep, clip.prompt_embeds[None]).sample[0]
+        error = (velocity - (noise - clip.latent))[:, start:] ** 2
+        assert loss == pytest.approx(float(error.mean()), rel=EXACT)
 
 
 @pytest.mark.parametrize(("family", "method"), CASES)
