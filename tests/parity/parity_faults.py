@@ -8,10 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from miles_wan.parity.parts import Adapter, EngineSide
 from miles_wan.records import RolloutRequest
 from miles_wan.rollout.base import Answer
+from miles_wan.wan.conditioning import ModelInput
+from miles_wan.wan.model import WanModel
 
 
 class Around:
@@ -111,6 +114,23 @@ class OtherLogProb(Around):
         return replace(answer, output=output)
 
 
+class Miscalled:
+    """A model that works, for an engine that calls it wrongly; the subclasses do."""
+
+    def __init__(self, model: WanModel) -> None:
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+class ScalarTimesteps(Miscalled):
+    """Called with the same timestep for every token of a conditioned video."""
+
+    def input(self, latents: Tensor, timestep: Tensor, **others: Any) -> ModelInput:
+        return replace(self.model.input(latents, timestep, **others), timestep=timestep.float())
+
+
 def over_all_noise(answer: Answer, step: int) -> float:
     """The log-prob over all frames, the given one too, from the noise: what SGLang does without our hook."""
     noise, std = answer.debug.noises[step].astype(np.float64), float(answer.debug.stds[step])
@@ -122,6 +142,16 @@ def over_all_states(answer: Answer, step: int) -> float:
     std = float(answer.debug.stds[step])
     residual = (answer.states[step + 1] - answer.debug.means[step]).astype(np.float64)
     return float(-((residual / std) ** 2).mean() / 2) - math.log(std) - math.log(2 * math.pi) / 2
+
+
+def changed(adapter: Adapter, change: Callable[[str, Tensor], Tensor]) -> Adapter:
+    """The adapter with every tensor replaced by ``change(name, tensor)``."""
+    return {module: {name: change(name, tensor) for name, tensor in own.items()} for module, own in adapter.items()}
+
+
+def without_effect(name: str, tensor: Tensor) -> Tensor:
+    """For ``changed``: an adapter that adds nothing."""
+    return tensor * 0 if ".lora_B." in name else tensor
 
 
 def with_conditioning_of(answers: list[Answer], other: Answer) -> list[Answer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from miles_wan.records import RolloutRequest
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.tiny import TinyPaths
 from miles_wan.wan.family import ModelFolder, load_family
-from miles_wan.wan.load import load_transformer
-from miles_wan.wan.lora import inject_lora
+from miles_wan.wan.lora import add_adapters
+from miles_wan.wan.model import WanModel, load_model
 
 CPU = torch.device("cpu")
 
@@ -40,16 +40,12 @@ class Scene:
     def requests(self) -> Sequence[RolloutRequest]:
         return self.prepared.requests
 
-    def local_engine(self) -> LocalSide:
-        """A local engine with a transformer of its own, so that its weights can be stale; float32, whatever the trainer
-        has, so that a bfloat16 trainer differs by its rounding."""
-        model = self.config.model
-        transformer = load_transformer(self.folder.path, dtype="fp32")
-        inject_lora(transformer, rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets, seed=0)
-        engine = LocalEngine(
-            self.folder.path, transformer, dtype="fp32", expand_timesteps=self.folder.expand_timesteps, device=CPU
-        )
-        return LocalSide(engine, transformer)
+    def local_engine(self, called: Callable[[WanModel], Any] = lambda model: model) -> LocalSide:
+        """A local engine with a model of its own, so that its weights can be stale; float32, whatever the trainer has, so
+        that a bfloat16 trainer differs by its rounding. ``called`` puts a fault between engine and model."""
+        model = load_model(self.folder, dtype="fp32")
+        add_adapters(model, self.config.model, names=self.folder.experts, seed=0)
+        return LocalSide(LocalEngine(self.folder, called(model), device=CPU), model)
 
     def report(self, engine: EngineSide) -> ParityReport:
         threads = torch.get_num_threads()
