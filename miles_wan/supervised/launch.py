@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -108,7 +108,9 @@ def read_flags(argv: Sequence[str], *, prog: str | None = None) -> SftConfig:
     if unknown:
         raise InputError([f"{token.partition('=')[0]}: no such flag; see --help" for token in unknown])
     given = {name: value for name, value in vars(flags).items() if value is not None and name != "recipe"}
-    places: Mapping[str, Any] = {_PLACES.get(name, name): value for name, value in given.items()}
+    places: dict[str, Any] = {_PLACES.get(name, name): value for name, value in given.items()}
+    if "WORLD_SIZE" in os.environ:  # torchrun says how many ranks there are
+        places["training.dp_size"] = int(os.environ["WORLD_SIZE"])
     return read_settings([recipe_path(flags.recipe)], places, rest)
 
 

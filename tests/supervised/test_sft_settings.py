@@ -10,6 +10,7 @@ import pytest
 from miles_wan.configuration import all_fields, dump_config, recipe_names
 from miles_wan.errors import InputError
 from miles_wan.supervised.config import SftConfig
+from miles_wan.supervised.launch import read_flags
 from miles_wan.supervised.settings import plan, read_settings, recipe_path
 from miles_wan.wan.facts import FAMILIES
 from miles_wan.wan.family import ModelFolder
@@ -100,6 +101,16 @@ def test_every_recipe_is_whole(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     dump_config(settings, path)
     assert read_settings([path], {}) == settings
+
+
+def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--recipe", "tiny", "--model", "m", "--data-jsonl", "t", "--eval-interval", "0", "--timesteps.shift", "3"]
+    assert read_flags([*flags, "--num-gpus", "4"]).training.dp_size == 4
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    settings = read_flags(flags)
+    assert (settings.training.dp_size, settings.timesteps.shift) == (8, 3.0)
+    with pytest.raises(InputError, match="--framez: no such flag"):
+        read_flags([*flags, "--framez", "3"])
 
 
 def test_an_unknown_recipe_names_those_there_are() -> None:
