@@ -54,6 +54,13 @@ class Actors:
         group = reserve(layout, device=device)
         slots = _slot_devices(layout, group, device=device)
         log_dir = str(Path(config.output_dir).resolve() / "logs")
+        served = ""
+        if layout.engines:
+            from miles_wan.rollout.sglang.settings import (
+                engine_checkpoint,
+            )  # loads torch, which the driver seldom needs
+
+            served = str(engine_checkpoint(config, folder).resolve())
         self.engines = [
             EngineActor.options(  # type: ignore[attr-defined]
                 **actor_options(group, members[0], share=ENGINE_SHARE, device=device),
@@ -74,7 +81,7 @@ class Actors:
             for index, slot in enumerate(layout.rewards)
         ]
         engines = [
-            engine.start.remote(config, [slots.numbers[slot] for slot in members], log_dir)
+            engine.start.remote(config, [slots.numbers[slot] for slot in members], log_dir, served)
             for engine, members in zip(self.engines, layout.engines, strict=True)
         ]
         trainers = [trainer.start.remote(config, init_method, folder) for trainer in self.trainers]
