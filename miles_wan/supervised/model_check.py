@@ -28,12 +28,14 @@ def model_faults(
     settings = config.model
     faults = [f"model.path: {fault}" for fault in other_weight_faults(folder.path)]
     full = config.training.method == "full"
+    dtype = "fp32" if full else settings.dtype
     try:
-        model = meta_model(folder, dtype="fp32" if full else settings.dtype)
+        stored = meta_model(folder, dtype=dtype)
     except InputError as error:
         return [*faults, *(f"model.path: {fault}" for fault in error.faults)]
+    model = stored if full else meta_model(folder, dtype=dtype, quantization=settings.quantization)
     for name, transformer in model.items():
-        faults += [f"model.path: {fault}" for fault in weight_file_faults(folder.path / name, transformer)]
+        faults += [f"model.path: {fault}" for fault in weight_file_faults(folder.path / name, stored[name])]
         transformer.requires_grad_(full and name in trained)
         if full or name not in trained:
             continue

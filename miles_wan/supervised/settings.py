@@ -59,6 +59,10 @@ def combination_faults(config: SftConfig) -> list[str]:
             f"training.batch_size {training.batch_size} does not divide by training.dp_size {training.dp_size}: every rank takes "
             f"equally many samples; nearest is {max(1, round(training.batch_size / training.dp_size)) * training.dp_size}"
         )
+    if training.method == "full" and config.model.quantization != "none":
+        faults.append(
+            f"training.method full with model.quantization {config.model.quantization}: a quantized base is frozen; use lora"
+        )
     if training.method == "full" and config.model.init_adapter is not None:
         faults.append("training.method full trains no adapter: leave model.init_adapter out, or merge it first")
     if evaluation.interval and config.data.eval is None:

@@ -194,7 +194,7 @@ class SupervisedTrainer:
 def _load(config: SftConfig, folder: ModelFolder, *, names: Sequence[str] | None, trained: Sequence[str]) -> WanModel:
     """The transformers with what is trained of them: adapters, or all weights in float32."""
     if config.training.method == "lora":
-        model = load_model(folder, dtype=config.model.dtype, names=names)
+        model = load_model(folder, dtype=config.model.dtype, names=names, quantization=config.model.quantization)
         add_adapters(model, config.model, names=trained, seed=config.seed)
         return model
     model = load_model(folder, dtype="fp32", names=names)

@@ -50,10 +50,8 @@ def quantize(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     # A channel of zeros has no scale of its own; any positive one gives its zeros back.
     scale = (weight.abs().amax(1) / form.largest).clamp_min(torch.finfo(torch.float32).tiny)
     steps = weight / scale[:, None]
-    if form.dtype == torch.int8:
-        steps = steps.round_()
-    # The largest weight may round above the end of the range; float8 would make it NaN there.
-    return steps.clamp_(-form.largest, form.largest).to(form.dtype), scale
+    # The largest one is the end of the range but for the rounding of the division, which this rounding takes back.
+    return (steps.round_() if form.dtype == torch.int8 else steps).to(form.dtype), scale
 
 
 def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
