@@ -28,10 +28,10 @@ from miles_wan.tiny.checkpoint import make_transformer
 from miles_wan.wan.facts import FAMILIES
 from miles_wan.wan.load import meta_transformer
 from miles_wan.wan.lora import inject_lora, trainable_parameters
-from miles_wan.wan.quantization import layer_type, parameter_bytes, quantize_transformer
-from miles_wan.wan.quantized_linear import FORMATS, QuantizedLinear
+from miles_wan.wan.quantization import Quantization, layer_type, parameter_bytes, quantize_transformer
+from miles_wan.wan.quantized_linear import QuantizedLinear
 
-SCHEMES = tuple(FORMATS)
+SCHEMES: tuple[Quantization, ...] = ("int8", "fp8")
 WIDTHS = {"5B": "wan2.2-ti2v-5b", "A14B": "wan2.2-t2v-a14b"}
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 TEXT_TOKENS, TEXT_WIDTH = 64, 64  # narrower than released: the text embedder is not quantized
