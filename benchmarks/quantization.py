@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -31,7 +31,7 @@ from miles_wan.wan.lora import inject_lora, trainable_parameters
 from miles_wan.wan.quantization import Quantization, layer_type, parameter_bytes, quantize_transformer
 from miles_wan.wan.quantized_linear import QuantizedLinear
 
-SCHEMES: tuple[Quantization, ...] = ("int8", "fp8")
+SCHEMES = tuple(FORMATS)
 WIDTHS = {"5B": "wan2.2-ti2v-5b", "A14B": "wan2.2-t2v-a14b"}
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 TEXT_TOKENS, TEXT_WIDTH = 64, 64  # narrower than released: the text embedder is not quantized
@@ -77,7 +77,9 @@ def resident_bytes() -> str:
         plain = parameter_bytes(meta_transformer(family.transformer, dtype="bf16"))
         row = [f"{family.name}, each expert" if len(family.experts) > 1 else family.name, f"{plain / 1e9:.3f} GB"]
         for scheme in SCHEMES:
-            held = parameter_bytes(meta_transformer(family.transformer, dtype="bf16", quantization=scheme))
+            held = parameter_bytes(
+                meta_transformer(family.transformer, dtype="bf16", quantization=cast(Quantization, scheme))
+            )
             row += [f"{held / 1e9:.3f} GB", f"{held / plain:.1%}"]
         rows.append(row)
     return table(rows)
