@@ -29,7 +29,7 @@ from miles_wan.wan.facts import FAMILIES
 from miles_wan.wan.load import meta_transformer
 from miles_wan.wan.lora import inject_lora, trainable_parameters
 from miles_wan.wan.quantization import Quantization, layer_type, parameter_bytes, quantize_transformer
-from miles_wan.wan.quantized_linear import QuantizedLinear
+from miles_wan.wan.quantized_linear import FORMATS, QuantizedLinear
 
 SCHEMES = tuple(FORMATS)
 WIDTHS = {"5B": "wan2.2-ti2v-5b", "A14B": "wan2.2-t2v-a14b"}
