@@ -23,7 +23,7 @@ from miles_wan.rewards.composite import RewardModel
 from miles_wan.rollout.local.engine import LocalEngine
 from miles_wan.tracking.summary import mean_ci95, paired_gain
 from miles_wan.training.worker import Rank, TrainingWorker
-from miles_wan.wan.family import load_family
+from miles_wan.wan.family import ModelFolder, load_family
 
 
 def run_in_process(config: Config, folder: Path) -> None:
@@ -34,10 +34,9 @@ def run_in_process(config: Config, folder: Path) -> None:
         worker = TrainingWorker(
             config,
             Rank(0, 1, f"file://{meeting}/meeting", config.cluster.device),
-            model_path=model.path,
-            expand_timesteps=model.expand_timesteps,
+            folder=model,
         )
-        handles = _Handles(config, worker, model.path, expand_timesteps=model.expand_timesteps)
+        handles = _Handles(config, worker, model)
         assert config.data.eval is not None
         planner = RequestPlanner(
             config, load_records(config.data.train).records, load_records(config.data.eval).records
@@ -64,17 +63,11 @@ def run_in_process(config: Config, folder: Path) -> None:
 class _Handles:
     """All handles of the loop, as plain objects."""
 
-    def __init__(self, config: Config, worker: TrainingWorker, model_path: Path, *, expand_timesteps: bool) -> None:
+    def __init__(self, config: Config, worker: TrainingWorker, folder: ModelFolder) -> None:
         self._config = config
         self._worker = worker
         device = config.cluster.device
-        self._engine = LocalEngine(
-            model_path,
-            worker.transformer,
-            dtype=config.model.dtype,
-            expand_timesteps=expand_timesteps,
-            device=worker.device,
-        )
+        self._engine = LocalEngine(folder, worker.model, device=worker.device)
         self._rewards = RewardModel(config.reward, "cuda:0" if device == "cuda" else "cpu")
         self._weights = "policy"
         self._samples: list[Sample] = []

@@ -40,17 +40,18 @@ def train(config: Path) -> None:
         run(settings)
 
 
-def tiny(out: Path, seed: int = 0) -> None:
-    """Make a tiny Wan2.2-TI2V checkpoint, a tiny PickScore, a tiny CLIP and a toy data set.
+def tiny(out: Path, seed: int = 0, family: str = "wan2.2-ti2v-5b") -> None:
+    """Make a tiny Wan2.2 checkpoint, a tiny PickScore, a tiny CLIP and a toy data set.
 
     Args:
         out: folder to make them in.
         seed: what the random weights and the data follow from.
+        family: a tiny one of which model: wan2.2-ti2v-5b, wan2.2-t2v-a14b or wan2.2-i2v-a14b.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries, before they are imported
     from miles_wan.tiny import make_tiny
 
-    paths = make_tiny(out, seed=seed)
+    paths = make_tiny(out, seed=seed, family=family)
     for name, path in asdict(paths).items():
         console().print(f"{name:12} {path}")
 
@@ -77,8 +78,9 @@ def inspect(
     if as_json:
         sys.stdout.write(json.dumps(counts, indent=2) + "\n")
         return
-    for name, value in counts.items():
-        console().print(f"{name:22} {value:,}" if isinstance(value, int) else f"{name:22} {value}")
+    each = {f"  of each: {name}": value for name, value in counts.pop("each_expert", {}).items()}
+    for name, value in {**counts, **each}.items():
+        console().print(f"{name:32} {value:,}" if isinstance(value, int) else f"{name:32} {value}")
 
 
 def doctor() -> None:
@@ -144,12 +146,24 @@ def _parity(argv: Sequence[str]) -> int:
     return 0 if report.holds else 1
 
 
+def sft() -> None:
+    """Supervised training on video-caption data, both experts of an A14B under one optimizer. It takes the flags of
+    scripts/run_diffusion_sft_wan22.py, dotted ones included."""
+
+
+def _sft(argv: Sequence[str]) -> int:
+    from miles_wan.supervised.launch import main as launch
+
+    return launch(argv, prog="miles-wan sft")
+
+
 def _long_name(token: str) -> str:
     return "--data-jsonl" + token.removeprefix("--data") if token.partition("=")[0] == "--data" else token
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "train": train,
+    "sft": sft,
     "tiny": tiny,
     "inspect": inspect,
     "doctor": doctor,
@@ -165,6 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             _doctor(given[1:])
         elif given[:1] == ["parity"]:
             sys.exit(_parity(given[1:]))
+        elif given[:1] == ["sft"]:
+            sys.exit(_sft(given[1:]))
         else:
             tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="miles-wan", args=given)
     except MilesWanError as error:

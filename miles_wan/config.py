@@ -52,7 +52,14 @@ class ModelConfig(Section):
         description="Layers inside the transformer blocks that get an adapter (names end with one of these).",
     )
     init_adapter: LocalPath | None = Field(
-        None, description="Start from this adapter (diffusers format) instead of zero."
+        None,
+        description="Start from this adapter (diffusers format) instead of zero; with two experts a folder that holds one in "
+        "transformer/ and one in transformer_2/.",
+    )
+    train_experts: Literal["both", "high", "low"] = Field(
+        "both",
+        description="A14B: the experts that are trained, of high or low noise; the other one stays as it is, and "
+        "rollout.window_range must lie in the steps of those that are.",
     )
 
 
@@ -82,6 +89,11 @@ class RolloutConfig(Section):
     num_inference_steps: int = Field(10, ge=2, description="Denoising steps of a training rollout.")
     guidance_scale: float = Field(
         5.0, ge=0, description="Classifier-free guidance; 1 or less turns it off (one forward a step)."
+    )
+    guidance_scale_2: float | None = Field(
+        None,
+        ge=0,
+        description="A14B: guidance of the low-noise expert; guidance_scale is that of the other. No default.",
     )
     flow_shift: float = Field(5.0, gt=0, description="Time shift of the sigma grid.")
     sigmas: tuple[float, ...] | None = Field(

@@ -38,7 +38,8 @@ class PromptRecord:
 @dataclass(frozen=True)
 class SamplingSettings:
     """How a video is sampled. ``kind`` is a transition of ``miles_wan.flow``; ``noise_level`` is eta; ``sigmas`` [N + 1]
-    is a grid given number by number, None for the closed form with ``flow_shift``."""
+    is a grid given number by number, None for the closed form with ``flow_shift``; ``guidance_scale_2`` is that of the
+    low-noise expert, None for a model without one."""
 
     width: int
     height: int
@@ -51,6 +52,7 @@ class SamplingSettings:
     noise_level: float = 0.7
     sigmas: tuple[float, ...] | None = None
     cps_log_prob: str = "density"
+    guidance_scale_2: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Conditioning:
     """What the transformer is conditioned on, stored once per record.
 
     ``prompt_embeds`` [L, D]; ``negative_prompt_embeds`` [L, D] or None without classifier-free guidance;
-    ``condition_latent`` [C, 1, h, w] is the normalised VAE latent of the first frame, None without an image.
+    ``condition_latent`` is what a first image gives, None without one: the normalised VAE latent [C, 1, h, w] of the frame
+    (TI2V), or mask and latents [4 + C, F, h, w] that are further channels of the input (I2V).
     """
 
     prompt_embeds: Float32
@@ -94,8 +97,9 @@ class Trajectory:
     """What the trainer needs to re-score one sample.
 
     ``latents`` [K, 2, C, F, h, w] holds (x_t, x_next) of every kept step; ``steps`` [K] their indices in ``sigmas``
-    [N + 1] (terminal 0 included, as the engine used them); ``log_probs`` [K] the engine's values, mean over sampled
-    elements; ``has_condition`` says that latent frame 0 was given and not sampled. ``seed`` gives all its noise: of a CPU
+    [N + 1] (terminal 0 included, as the engine used them); ``timesteps`` [K] those of the kept steps, as the engine used
+    them: they decide the expert; ``log_probs`` [K] the engine's values, mean over sampled elements; ``has_condition`` says
+    that there was a first image (in TI2V latent frame 0 is then given and not sampled). ``seed`` gives all its noise: of a CPU
     generator with this seed the first draw [1, C, F, h, w] is the initial latent, then one for each stochastic step in
     order; ``noise_draws`` [K] are the places of the kept steps among these, None if all stochastic steps are kept.
     ``final_latent`` [C, F, h, w] is x0, if it was asked for.
@@ -104,6 +108,7 @@ class Trajectory:
     latents: Float32
     steps: tuple[int, ...]
     sigmas: Float32
+    timesteps: Float32
     log_probs: Float32
     has_condition: bool
     policy_version: int

@@ -14,8 +14,26 @@ import pytest
 from miles_wan.tiny import TinyPaths, make_tiny
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run side by side, those of one folder stay together: they share servers and runs that take minutes."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
+
+
 @pytest.fixture(scope="session")
 def tiny_paths(tmp_path_factory: pytest.TempPathFactory) -> TinyPaths:
     """The tiny checkpoint, the tiny PickScore and the toy data set of seed 0. Read only."""
     folder: Path = tmp_path_factory.mktemp("assets") / "tiny"
     return make_tiny(folder)
+
+
+@pytest.fixture(scope="session")
+def t2v_paths(tmp_path_factory: pytest.TempPathFactory) -> TinyPaths:
+    """As ``tiny_paths``, of Wan2.2-T2V-A14B: two experts, records without images."""
+    return make_tiny(tmp_path_factory.mktemp("t2v") / "tiny", family="wan2.2-t2v-a14b")
+
+
+@pytest.fixture(scope="session")
+def i2v_paths(tmp_path_factory: pytest.TempPathFactory) -> TinyPaths:
+    """As ``tiny_paths``, of Wan2.2-I2V-A14B: two experts, 36 input channels."""
+    return make_tiny(tmp_path_factory.mktemp("i2v") / "tiny", family="wan2.2-i2v-a14b")

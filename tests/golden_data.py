@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from miles_wan.records import Conditioning, TrainItem, Trajectory
+from miles_wan.wan.experts import Experts
+from miles_wan.wan.facts import family_named
+from miles_wan.wan.family import ModelFolder
+from miles_wan.wan.model import WanModel
 
 GOLDEN = Path(__file__).parent / "golden"
 TEXT_LENGTH = 512
@@ -63,6 +68,7 @@ def ti2v_item(steps: tuple[int, ...], *, advantage: float) -> TrainItem:
             latents=torch.stack([latents[list(steps)], latents[[k + 1 for k in steps]]], dim=1).numpy(),
             steps=steps,
             sigmas=rollout["trajectory.sigmas"].numpy(),
+            timesteps=rollout["trajectory.timesteps"][list(steps)].numpy(),
             log_probs=rollout["log_probs.first_frame_masked"][list(steps)].numpy(),
             has_condition=True,
             policy_version=0,
@@ -74,6 +80,22 @@ def ti2v_item(steps: tuple[int, ...], *, advantage: float) -> TrainItem:
         record_id="golden",
         sample_index=0,
     )
+
+
+ONE = Experts(("transformer",), None)
+
+
+def single(transformer: WanTransformer3DModel) -> WanModel:
+    """A model of this transformer alone, with first-frame conditioning."""
+    return WanModel(
+        {"transformer": transformer}, experts=ONE, image_conditioning="first_frame", dtype=transformer.dtype
+    )
+
+
+def described(folder: Path) -> ModelFolder:
+    """What ``write_model_folder`` wrote, as the checkpoint it is a part of would describe it."""
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    return ModelFolder(folder, family_named("wan2.2-ti2v-5b"), "WanPipeline", True, None, config, {})
 
 
 def write_model_folder(folder: Path) -> Path:

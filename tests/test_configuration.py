@@ -19,6 +19,8 @@ from miles_wan.configuration import (
     recipe_paths,
 )
 from miles_wan.errors import InputError
+from miles_wan.flow import shifted_sigmas
+from miles_wan.wan.experts import Experts
 from miles_wan.wan.facts import family_named, legal_frames, legal_size
 
 NEEDED = {"model.path": "model", "data.train": "train.jsonl"}
@@ -144,7 +146,10 @@ def test_a_recipe_is_found_by_name_or_path(tmp_path):
     assert recipe_paths("tiny_ti2v") == (RECIPES / "tiny_ti2v.yaml",)
     mine = write(tmp_path, "seed: 1\n")
     assert recipe_paths(str(mine)) == (mine,)
-    with pytest.raises(InputError, match="no such recipe; recipes are tiny_ti2v, wan22_ti2v_5b, and to go with"):
+    with pytest.raises(
+        InputError,
+        match="no such recipe; recipes are tiny_a14b, tiny_ti2v, wan22_i2v_a14b, wan22_t2v_a14b, wan22_ti2v_5b, and",
+    ):
         recipe_paths("nothing")
 
 
@@ -328,13 +333,28 @@ def test_every_recipe_that_is_missing_is_named():
     assert [fault.split(":")[0] for fault in caught.value.faults] == ["--recipe nothing", "--recipe nowhere"]
 
 
-def test_the_recipe_for_real_weights_is_at_a_size_they_were_trained_on():
-    rollout = load(recipe=recipe_paths("wan22_ti2v_5b"), **{"data.eval": "eval.jsonl"}).rollout
-    family = family_named("wan2.2-ti2v-5b")
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("wan22_ti2v_5b", "wan2.2-ti2v-5b"),
+        ("wan22_t2v_a14b", "wan2.2-t2v-a14b"),
+        ("wan22_i2v_a14b", "wan2.2-i2v-a14b"),
+    ],
+)
+def test_the_recipes_for_real_weights_are_at_sizes_they_were_trained_on(recipe, name):
+    config = load(recipe=recipe_paths(recipe), **{"data.eval": "eval.jsonl"})
+    family, rollout = family_named(name), config.rollout
     assert (rollout.width, rollout.height) in family.trained_sizes
     assert legal_size(rollout.width, rollout.height, family) is None
     assert legal_frames(rollout.num_frames, family, with_image=True) is None
-    assert rollout.flow_shift == family.flow_shift
+    # T2V at 480 pixels is made with a shift of 3 to 5, not with the 12 of large sizes.
+    assert rollout.flow_shift == family.flow_shift or (name == "wan2.2-t2v-a14b" and 3 <= rollout.flow_shift <= 5)
+    experts = Experts(family.experts, family.boundary_ratio)
+    experts.guidance(rollout.guidance_scale, rollout.guidance_scale_2)
+    trained = {
+        experts.of(1000 * float(s)) for s in shifted_sigmas(10, rollout.flow_shift)[slice(*rollout.window_range)]
+    }
+    assert len(family.experts) == 1 or trained == set(family.experts)
 
 
 def test_every_field_is_described_and_listed():

@@ -19,8 +19,10 @@ from miles_wan.config import Config
 from miles_wan.records import PromptRecord, RewardInput, RolloutOutput, RolloutRequest, Score, TrainItem
 from miles_wan.rollout.base import EngineInfo, SyncReport, WeightPush
 from miles_wan.tracking.logs import configure_logging
+from miles_wan.wan.family import ModelFolder
 
 if TYPE_CHECKING:
+    from miles_wan.rollout.sglang.payload import SharedPayload
     from miles_wan.wan.lora import ModelReport
 
 
@@ -40,11 +42,11 @@ class EngineActor:
     def __init__(self, index: int) -> None:
         configure_logging(f"engine-{index}")
 
-    async def start(self, config: Config, devices: Sequence[str], log_dir: str) -> EngineInfo:
+    async def start(self, config: Config, devices: Sequence[str], log_dir: str, checkpoint: str) -> EngineInfo:
         from miles_wan.rollout.sglang.engine import SGLangEngine
         from miles_wan.rollout.sglang.settings import engine_settings
 
-        self._engine = SGLangEngine(engine_settings(config, devices=devices, log_dir=Path(log_dir)))
+        self._engine = SGLangEngine(engine_settings(config, devices, log_dir, checkpoint=Path(checkpoint)))
         # Blocking on purpose: the server must be a child of this long-lived thread, since it dies with its parent thread.
         return self._engine.start()
 
@@ -69,9 +71,9 @@ class TrainerActor:
     def __init__(self, rank: int) -> None:
         configure_logging(f"trainer-{rank}")
         self._rank = rank
-        self._published: Any = None
+        self._published: list[SharedPayload] = []
 
-    def start(self, config: Config, init_method: str, model_path: str, expand_timesteps: bool) -> TrainerInfo:
+    def start(self, config: Config, init_method: str, folder: ModelFolder) -> TrainerInfo:
         """Build the worker (a collective) and describe it."""
         import torch
 
@@ -83,29 +85,22 @@ class TrainerActor:
         self._worker = TrainingWorker(
             config,
             Rank(self._rank, config.training.dp_size, init_method, device),
-            model_path=Path(model_path),
-            expand_timesteps=expand_timesteps,
+            folder=folder,
         )
         if config.rollout.engine == "local":
             from miles_wan.rollout.local.engine import LocalEngine
 
-            self._local = LocalEngine(
-                Path(model_path),
-                self._worker.transformer,
-                dtype=config.model.dtype,
-                expand_timesteps=expand_timesteps,
-                device=self._worker.device,
-            )
+            self._local = LocalEngine(folder, self._worker.model, device=self._worker.device)
         on_cuda = self._worker.device.type == "cuda"
         uuid = f"GPU-{torch.cuda.get_device_properties(self._worker.device).uuid}" if on_cuda else None
         return TrainerInfo(self._worker.report, self._worker.sharded_blocks, uuid)
 
     def hold(self, policy_version: int, weights: str) -> list[str]:
         """Generate with these weights from now on, if all ranks hold the same (a collective); the tensors' names."""
-        tensors = self._worker.adapter(weights)
-        self._worker.check_ranks_agree(tensors, policy_version=policy_version, weights=weights)
+        adapters = self._worker.adapters(weights)
+        self._worker.check_ranks_agree(adapters, policy_version=policy_version, weights=weights)
         self._generating = weights
-        return list(tensors)
+        return [f"{module}.{name}" for module, tensors in adapters.items() for name in tensors]
 
     def prepare(self, records: Sequence[PromptRecord], guidance_scale: float) -> None:
         """Encode the prompts of the coming calls together: on a GPU the text encoder moves there once, not for each."""
@@ -121,33 +116,34 @@ class TrainerActor:
     def update(self, steps: Sequence[Sequence[TrainItem]], rollout_id: int) -> dict[str, float]:
         return self._worker.update([_resolved(items) for items in steps], rollout_id=rollout_id)
 
-    def publish(self, policy_version: int, transport: str, consumers: int, weights: str) -> WeightPush | None:
-        """Gather the adapter or its average (every rank takes part) and put it where ``consumers`` engine workers can
-        read it; a rank with 0 consumers sends nothing."""
+    def publish(self, policy_version: int, transport: str, consumers: int, weights: str) -> list[WeightPush]:
+        """Gather the adapters or their average (every rank takes part) and put them where ``consumers`` engine workers can
+        read them, one push for each trained expert; a rank with 0 consumers sends nothing."""
         from miles_wan.rollout.sglang.payload import serialize_update
         from miles_wan.weight_sync.update import make_update
 
-        tensors = self._worker.adapter(weights)
-        self._worker.check_ranks_agree(tensors, policy_version=policy_version, weights=weights)
+        adapters = self._worker.adapters(weights)
+        self._worker.check_ranks_agree(adapters, policy_version=policy_version, weights=weights)
         if consumers == 0:
-            return None
+            return []
         model = self._config.model
-        update = make_update(
-            tensors.items(),
-            target_module="transformer",
-            alpha=model.lora_alpha,
-            rank=model.lora_rank,
-            policy_version=policy_version,
-        )
         device = self._worker.device if transport == "cuda_ipc" else "cpu"
-        payload = self._published = serialize_update(update, device, consumers=consumers)
-        return payload.as_push()
+        for module, tensors in adapters.items():
+            update = make_update(
+                tensors.items(),
+                target_module=module,
+                alpha=model.lora_alpha,
+                rank=model.lora_rank,
+                policy_version=policy_version,
+            )
+            self._published.append(serialize_update(update, device, consumers=consumers))
+        return [payload.as_push() for payload in self._published]
 
     def release(self) -> None:
         """The engines have read the last publication: free it."""
-        if self._published is not None:
-            self._published.release()
-            self._published = None
+        for payload in self._published:
+            payload.release()
+        self._published.clear()
 
     def save_checkpoint(self, directory: str, rollout_id: int) -> None:
         self._worker.save_checkpoint(Path(directory), rollout_id=rollout_id)

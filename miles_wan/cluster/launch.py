@@ -49,7 +49,7 @@ def _flag(metavar: str) -> Any:
 
 @dataclass(frozen=True)
 class Flags:
-    """Train a Wan2.2 TI2V model with Flow-GRPO on this machine: SGLang rollouts, FSDP2 LoRA training, Ray.
+    """Train a Wan2.2 model with Flow-GRPO on this machine: SGLang rollouts, FSDP2 LoRA training, Ray.
 
     A run starts from a recipe; the flags below change what differs from run to run. Every other field of the
     configuration (docs/configuration.md) has a dotted flag of its own: --algorithm.clip-range 1e-3
@@ -57,7 +57,7 @@ class Flags:
     """
 
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE[,...]")] = "wan22_ti2v_5b"
-    """A recipe in configs/ (wan22_ti2v_5b, tiny_ti2v) or a YAML file of your own; after it, with commas, what changes it:
+    """A recipe in configs/ (wan22_ti2v_5b, wan22_t2v_a14b, wan22_i2v_a14b, tiny_ti2v, tiny_a14b) or a YAML file of your own; after it, with commas, what changes it:
     wan22_ti2v_5b,guard takes configs/algorithms/guard.yaml."""
     model: Annotated[str | None, _flag("DIR|HUB_ID")] = None
     """Wan2.2 checkpoint in diffusers format: a folder with model_index.json, or a hub id."""
@@ -96,8 +96,11 @@ _PLACES = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of ``scripts/run_diffusion_grpo_wan22_ti2v.py``.
+def main(argv: Sequence[str] | None = None, *, recipe: str = Flags.recipe) -> int:
+    """The command line of the scripts ``run_diffusion_grpo_wan22_*.py``.
+
+    Args:
+        recipe: the one that a command line without ``--recipe`` starts from.
 
     Returns:
         The exit code. All faults of the input are printed together, before anything is started.
@@ -106,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     find_modules_in(Path.cwd())
     try:
-        config = read_flags(sys.argv[1:] if argv is None else argv)
+        config = read_flags(sys.argv[1:] if argv is None else argv, recipe=recipe)
         check(config)
         return launch(config)
     except MilesWanError as error:
@@ -121,9 +124,9 @@ def find_modules_in(folder: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
-def read_flags(argv: Sequence[str], *, prog: str | None = None) -> Config:
+def read_flags(argv: Sequence[str], *, prog: str | None = None, recipe: str = Flags.recipe) -> Config:
     """The configuration that a command line of the launcher means; ``check`` has not seen it yet. Raises InputError."""
-    flags, rest = tyro.cli(Flags, args=argv, prog=prog, return_unknown_args=True)
+    flags, rest = tyro.cli(Flags, args=argv, prog=prog, default=Flags(recipe=recipe), return_unknown_args=True)
     if faults := _unknown_flags(rest):
         raise InputError(faults)
     return read_config(recipe_paths(flags.recipe), _overrides(flags), rest)
@@ -169,7 +172,9 @@ def check(config: Config) -> None:
     def further(model: ModelFolder, train: Dataset, evaluation: Dataset | None) -> list[str]:
         if config.resume is None:
             return []
-        return saved_faults(config, train.records, evaluation.records if evaluation else (), model_path=model.path)
+        return saved_faults(
+            config, train.records, evaluation.records if evaluation else (), weights=model.transformer_folders
+        )
 
     try:
         doctor.check(config, further)

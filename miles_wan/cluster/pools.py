@@ -285,28 +285,38 @@ class WeightSync:
             rank.publish.remote(policy_version, self._transport, consumers, weights)
             for rank, consumers in zip(self._ranks, self._consumers(), strict=True)
         ]
-        published: list[WeightPush] = [push for push in gather(calls) if push is not None]
+        published: list[list[WeightPush]] = [pushes for pushes in gather(calls) if pushes]
+        sent = published[0]
+        for number in range(len(sent)):
+            self._apply([pushes[number] for pushes in published], policy_version=policy_version)
+        gather([rank.release.remote() for rank in self._ranks])
+        tensors = sum(len(push.digests) for push in sent)
+        prefixes = sum(_layers(push) for push in sent)
+        nbytes = sum(push.nbytes for push in sent)
+        seconds = time.monotonic() - started
+        logger.info(
+            "weight sync: version %d (%s), %s, 0 unmapped, %d bytes, %.2f s, %s to %d engines, verified",
+            policy_version, weights,
+            " and ".join(f"{push.target_module}: {len(push.digests)} tensors, {_layers(push)} prefixes" for push in sent),
+            nbytes, seconds, self._transport, len(self._engines),
+        )  # fmt: skip
+        return {
+            "sync/seconds": seconds,
+            "sync/bytes": nbytes,
+            "sync/tensors": tensors,
+            "sync/prefixes": prefixes,
+            "sync/unmapped": 0,  # anything else was an error
+            "sync/policy_version": policy_version,
+        }
+
+    def _apply(self, published: Sequence[WeightPush], *, policy_version: int) -> None:
+        """One module's adapter, as published by each sharing rank, into every engine."""
         pushes = [self._for_engine(index, published) for index in range(len(self._engines))]
         reports = gather(
             [engine.apply_weights.remote(push) for engine, push in zip(self._engines, pushes, strict=True)]
         )
         sent = published[0]
-        prefixes = len({name.rsplit(".lora_", 1)[0] for name in sent.digests})
-        verify_reports(reports, tensors=len(sent.digests), layer_prefixes=prefixes, policy_version=policy_version)
-        gather([rank.release.remote() for rank in self._ranks])
-        seconds = time.monotonic() - started
-        logger.info(
-            "weight sync: version %d (%s), %d tensors, %d prefixes, 0 unmapped, %d bytes, %.2f s, %s to %d engines, verified",
-            policy_version, weights, len(sent.digests), prefixes, sent.nbytes, seconds, self._transport, len(reports),
-        )  # fmt: skip
-        return {
-            "sync/seconds": seconds,
-            "sync/bytes": sent.nbytes,
-            "sync/tensors": len(sent.digests),
-            "sync/prefixes": prefixes,
-            "sync/unmapped": sum(report.unmapped for report in reports),
-            "sync/policy_version": policy_version,
-        }
+        verify_reports(reports, tensors=len(sent.digests), layer_prefixes=_layers(sent), policy_version=policy_version)
 
     def _consumers(self) -> list[int]:
         """Handles that each rank makes: over CUDA IPC one for the engine worker on its device, if any; else rank 0 makes
@@ -325,3 +335,7 @@ class WeightSync:
             )
         own = slice(index * self._workers, (index + 1) * self._workers)
         return replace(published[0], payloads=published[0].payloads[own])
+
+
+def _layers(push: WeightPush) -> int:
+    return len({name.rsplit(".lora_", 1)[0] for name in push.digests})

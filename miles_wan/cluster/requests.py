@@ -107,6 +107,7 @@ class RequestPlanner:
             noise_level=rollout.noise_level,
             sigmas=rollout.sigmas,
             cps_log_prob=rollout.cps_log_prob,
+            guidance_scale_2=rollout.guidance_scale_2,
         )
 
 

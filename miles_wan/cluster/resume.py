@@ -49,27 +49,27 @@ FREE = (
 
 
 def remembered(
-    config: Config, train: Sequence[PromptRecord], validation: Sequence[PromptRecord], *, weights: Path
+    config: Config, train: Sequence[PromptRecord], validation: Sequence[PromptRecord], *, weights: Sequence[Path]
 ) -> dict[str, Any]:
     """What a checkpoint keeps of its run, as JSON.
 
     Args:
-        weights: folder of the transformer's weight files.
+        weights: folders of the transformers' weight files.
         train: training records in their order.
         validation: records that are validated; ``eval.max_records`` of them.
     """
     return {
         "config": config.model_dump(mode="json"),
-        "weights": fingerprint(weights),
+        "weights": fingerprint(*weights),
         "train": _digest(train),
         "eval": _digest(validation),
     }
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(*folders: Path) -> str:
     """A digest of the sizes of all weight files and of samples of their bytes: gigabytes in a second."""
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    for path in (path for folder in folders for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
@@ -80,7 +80,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def saved_faults(
-    config: Config, train: Sequence[PromptRecord], validation: Sequence[PromptRecord], *, model_path: Path
+    config: Config, train: Sequence[PromptRecord], validation: Sequence[PromptRecord], *, weights: Sequence[Path]
 ) -> list[str]:
     """Why the newest checkpoint in the output folder cannot be continued; nothing where there is none."""
     store = CheckpointStore(Path(config.output_dir) / "checkpoints", keep_last=config.checkpoint.keep_last)
@@ -93,7 +93,7 @@ def saved_faults(
             f"--resume: {path} lacks its state.json and there is no whole checkpoint; remove it to start from the beginning"
             for path in store.damaged()
         ]
-    now = remembered(config, train, validation[: config.eval.max_records], weights=model_path / "transformer")
+    now = remembered(config, train, validation[: config.eval.max_records], weights=weights)
     return resume_faults(found[1], now)
 
 

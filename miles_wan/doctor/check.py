@@ -56,7 +56,7 @@ def check(config: Config, further: Further | None = None) -> Report:
         faults += family_faults(model, config, [data for data in (train, evaluation) if data is not None])
         warnings += size_warnings(model, config)
     device_bytes = training_memory(config, faults, warnings)
-    if model is not None and len(model.experts) == 1:
+    if model is not None:
         faults += transformer_faults(model, config, device_bytes)
     for function in config.reward.functions:
         faults += reward_faults(function)

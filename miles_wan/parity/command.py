@@ -20,6 +20,7 @@ from miles_wan.config import Config
 from miles_wan.errors import EngineError
 from miles_wan.parity.comparison import compare, empty_report, refused
 from miles_wan.parity.parts import (
+    Adapter,
     EngineSide,
     LocalSide,
     ServerSide,
@@ -32,10 +33,10 @@ from miles_wan.parity.report import ParityReport
 from miles_wan.records import Conditioning, RolloutRequest, derived_seed
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.rollout.sglang.engine import SGLangEngine
-from miles_wan.rollout.sglang.settings import engine_settings
+from miles_wan.rollout.sglang.settings import engine_checkpoint, engine_settings
 from miles_wan.wan.family import ModelFolder
-from miles_wan.wan.load import load_transformer
-from miles_wan.wan.lora import inject_lora, load_adapter
+from miles_wan.wan.lora import add_adapters
+from miles_wan.wan.model import load_model
 from miles_wan.weight_sync import choose_transport
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Prepared:
     requests: Sequence[RolloutRequest]
     references: Sequence[Conditioning]
     trainer: Trainer
-    adapters: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+    adapters: tuple[Adapter, Adapter]
 
 
 def check_parity(config: Config, folder: ModelFolder, requests: Sequence[RolloutRequest]) -> ParityReport:
@@ -61,9 +62,10 @@ def check_parity(config: Config, folder: ModelFolder, requests: Sequence[Rollout
     device = torch.device("cuda:0" if config.cluster.device == "cuda" else "cpu")
     prepared = prepare(config, folder, requests, device=device)
     if config.rollout.engine == "local":
-        return _compare(local_side(config, folder, prepared.trainer, device=device), prepared, config)
+        return _compare(local_side(folder, prepared.trainer, device=device), prepared, config)
     logs = Path(tempfile.mkdtemp(prefix="miles-wan-parity-"))
-    engine = SGLangEngine(engine_settings(config, devices=_devices(config), log_dir=logs))
+    served = engine_checkpoint(config, folder)
+    engine = SGLangEngine(engine_settings(config, devices=_devices(config), log_dir=logs, checkpoint=served))
     try:
         with server_side(engine, config) as server:
             report = _compare(server, prepared, config)
@@ -97,35 +99,23 @@ def prepare(
     references = encode_references(folder, requests, device=device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the engine is another process
-    model = config.model
-    transformer = load_transformer(folder.path, dtype=model.dtype)
-    seed = derived_seed(config.seed, "lora")
-    inject_lora(transformer, rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets, seed=seed)
+    settings = config.model
+    model = load_model(folder, dtype=settings.dtype, quantization=settings.quantization)
+    add_adapters(model, settings, names=folder.routing.chosen(settings.train_experts), seed=config.seed)
     previous, current = (
         random_adapter(
-            transformer, seed=derived_seed(config.seed, "parity", number), alpha=model.lora_alpha, rank=model.lora_rank
+            model, seed=derived_seed(config.seed, "parity", number), alpha=settings.lora_alpha, rank=settings.lora_rank
         )
         for number in range(2)
     )
-    if model.init_adapter is not None:
-        load_adapter(transformer, Path(model.init_adapter), alpha=model.lora_alpha)
-        current = held_adapter(transformer)
-    trainer = Trainer(
-        transformer.to(device), dtype=model.dtype, expand_timesteps=folder.expand_timesteps, device=device
-    )
-    return Prepared(requests, references, trainer, (previous, current))
+    if settings.init_adapter is not None:
+        current = held_adapter(model)
+    return Prepared(requests, references, Trainer(model.to(device), device=device), (previous, current))
 
 
-def local_side(config: Config, folder: ModelFolder, trainer: Trainer, *, device: torch.device) -> LocalSide:
-    """The local engine over the trainer's own transformer, as in training."""
-    engine = LocalEngine(
-        folder.path,
-        trainer.transformer,
-        dtype=config.model.dtype,
-        expand_timesteps=folder.expand_timesteps,
-        device=device,
-    )
-    return LocalSide(engine, trainer.transformer)
+def local_side(folder: ModelFolder, trainer: Trainer, *, device: torch.device) -> LocalSide:
+    """The local engine over the trainer's own model, as in training."""
+    return LocalSide(LocalEngine(folder, trainer.model, device=device), trainer.model)
 
 
 def _compare(engine: EngineSide, prepared: Prepared, config: Config) -> ParityReport:

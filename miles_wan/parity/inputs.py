@@ -29,7 +29,7 @@ def check_inputs(config: Config, *, records: int, samples: int) -> tuple[ModelFo
     if model is not None:
         faults += family_faults(model, config, [dataset] if dataset is not None else [])
     device_bytes = training_memory(config, faults, [])
-    if model is not None and len(model.experts) == 1:
+    if model is not None:
         faults += transformer_faults(model, config, device_bytes)
     if faults or model is None or dataset is None:
         raise InputError(list(dict.fromkeys(faults)))

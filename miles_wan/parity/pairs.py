@@ -32,7 +32,7 @@ class Group:
 class Pair:
     """One (sample, kept step). Tensors [1, C, F, h, w] in float32 on the CPU; ``mask`` [1, 1, F, h, w].
 
-    The engine's: ``state``, ``next_state``, ``velocity``, ``mean``, ``noise``, ``log_prob``; ``engine_std`` is measured, by
+    ``expert`` is the component that the timestep chooses. The engine's: ``state``, ``next_state``, ``velocity``, ``mean``, ``noise``, ``log_prob``; ``engine_std`` is measured, by
     (next state - mean) over the noise. The trainer's: ``own_velocity``, ``own_mean``, ``own_std``, ``own_log_prob``.
     ``seed_noise`` is what the sample's seed gives for this step.
     """
@@ -44,6 +44,8 @@ class Pair:
     sigma: float
     sigma_next: float
     sigma_max: float
+    timestep: float
+    expert: str
     has_condition: bool
     state: Tensor
     next_state: Tensor
@@ -58,6 +60,11 @@ class Pair:
     own_mean: Tensor
     own_std: float
     own_log_prob: float
+
+    @property
+    def has_given_frame(self) -> bool:
+        """Whether latent frame 0 was given by an image, and not sampled."""
+        return not bool(self.mask.all())
 
     @property
     def model_output_gap(self) -> float:
@@ -136,17 +143,17 @@ def _pair(number: int, sample: int, position: int, group: Group, trainer: Traine
     sigma, sigma_next, sigma_max = (float(answer.sigmas[index]) for index in (step, step + 1, 1))
     own_velocity, inputs = trainer.velocity(
         answer.states[step],
-        sigma,
+        float(trajectory.timesteps[position]),
         group.conditionings[0],
         has_condition=trajectory.has_condition,
-        guidance_scale=sampling.guidance_scale,
+        sampling=sampling,
     )
     next_state, mean, noise = (
         _batch(value) for value in (answer.states[step + 1], debug.means[step], debug.noises[step])
     )
     law = transition(
         sampling.kind,
-        inputs.hidden_states,
+        inputs.state,
         own_velocity,
         sigma=sigma,
         sigma_next=sigma_next,
@@ -164,6 +171,8 @@ def _pair(number: int, sample: int, position: int, group: Group, trainer: Traine
         sigma=sigma,
         sigma_next=sigma_next,
         sigma_max=sigma_max,
+        timestep=float(trajectory.timesteps[position]),
+        expert=trainer.model.experts.of(float(trajectory.timesteps[position])),
         has_condition=trajectory.has_condition,
         state=_batch(answer.states[step]),
         next_state=next_state,

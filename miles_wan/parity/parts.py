@@ -6,30 +6,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
-from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from miles_wan.config import Config
-from miles_wan.records import Conditioning, Float32, RolloutRequest
+from miles_wan.records import Conditioning, Float32, RolloutRequest, SamplingSettings
 from miles_wan.rollout.base import Answer
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.rollout.local.conditioning import encode_conditioning
-from miles_wan.rollout.local.text import PromptEncoder
-from miles_wan.rollout.local.video import VideoCodec
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.rollout.sglang.payload import serialize_update
-from miles_wan.wan.conditioning import ModelInput, build_model_input
+from miles_wan.wan.conditioning import ModelInput
 from miles_wan.wan.family import ModelFolder
-from miles_wan.wan.forward import guided_velocity
-from miles_wan.wan.load import DTYPES
 from miles_wan.wan.lora import layer_prefix, trainable_parameters
+from miles_wan.wan.model import WanModel
+from miles_wan.wan.text import PromptEncoder
+from miles_wan.wan.video import VideoCodec
 from miles_wan.weight_sync import make_update, verify_reports
 
-Adapter = Mapping[str, Tensor]
+# Tensors by component of the model and by name.
+Adapter = Mapping[str, Mapping[str, Tensor]]
 
 # A random adapter moves the output of each of its layers by about this share of what the layer alone gives.
 _STRENGTH = 0.1
@@ -46,88 +46,80 @@ class EngineSide(Protocol):
 
 
 class Trainer:
-    """The transformer with its adapters, called as training calls it.
+    """The model with its adapters, called as training calls it.
 
     Args:
-        transformer: with injected adapters, on ``device``.
-        dtype: its compute type.
-        expand_timesteps: the checkpoint's flag.
+        model: with injected adapters, on ``device``.
     """
 
-    def __init__(
-        self, transformer: WanTransformer3DModel, *, dtype: str, expand_timesteps: bool, device: torch.device
-    ) -> None:
-        self.transformer = transformer
-        self._dtype = DTYPES[dtype]
-        self._expand_timesteps = expand_timesteps
+    def __init__(self, model: WanModel, *, device: torch.device) -> None:
+        self.model = model
         self._device = device
 
     @torch.no_grad()
     def hold(self, adapter: Adapter) -> None:
         """Take over the adapter."""
-        set_adapter(self.transformer, adapter)
+        set_adapter(self.model, adapter)
 
     @torch.no_grad()
     def velocity(
         self,
         state: Float32,
-        sigma: float,
+        timestep: float,
         conditioning: Conditioning,
         *,
         has_condition: bool,
-        guidance_scale: float,
+        sampling: SamplingSettings,
         scalar_timestep: bool = False,
+        expert: str | None = None,
+        unguided: bool = False,
     ) -> tuple[Tensor, ModelInput]:
         """Guided velocity [1, C, F, h, w] at ``state`` [C, F, h, w], and the model's input, both on the CPU.
 
         Args:
             scalar_timestep: give the tokens of a given first frame the timestep of the others (what is wrong).
+            expert: with its guidance; by default that of the timestep (another is wrong).
+            unguided: leave guidance out (wrong where it is on).
         """
-        inputs = build_model_input(
+        latent, negative = conditioning.condition_latent, conditioning.negative_prompt_embeds
+        timesteps = torch.tensor([timestep], device=self._device)
+        inputs = self.model.input(
             self._batch(state),
-            torch.tensor([sigma * 1000], device=self._device),
-            condition_latent=None
-            if conditioning.condition_latent is None
-            else self._batch(conditioning.condition_latent),
+            timesteps,
+            condition_latent=None if latent is None else self._batch(latent),
             has_condition=torch.tensor([has_condition]),
-            expand_timesteps=self._expand_timesteps,
         )
         if scalar_timestep:
-            timestep = torch.tensor([sigma * 1000], device=self._device)
-            inputs = ModelInput(inputs.hidden_states, timestep, inputs.mask)
-        negative = conditioning.negative_prompt_embeds
-        velocity = guided_velocity(
-            self.transformer,
+            inputs = replace(inputs, timestep=timesteps)
+        experts = self.model.experts
+        expert = experts.of(timestep) if expert is None else expert
+        guidance = experts.guidance(sampling.guidance_scale, sampling.guidance_scale_2)
+        velocity = self.model.velocity(
+            expert,
             inputs,
             prompt_embeds=self._batch(conditioning.prompt_embeds),
             negative_prompt_embeds=None if negative is None else self._batch(negative),
-            guidance_scale=guidance_scale,
-            dtype=self._dtype,
+            guidance_scale=1.0 if unguided else guidance[expert],
         )
-        return velocity.cpu(), ModelInput(inputs.hidden_states.cpu(), inputs.timestep.cpu(), inputs.mask.cpu())
+        return velocity.cpu(), inputs.to("cpu")
 
-    @contextmanager
-    def base(self) -> Iterator[None]:
-        """With the adapter off."""
-        self.transformer.disable_adapters()
-        try:
-            yield
-        finally:
-            self.transformer.enable_adapters()
+    def base(self) -> AbstractContextManager[None]:
+        """With the adapters off."""
+        return self.model.without_adapters()
 
     def _batch(self, array: Float32) -> Tensor:
         return torch.from_numpy(array)[None].to(self._device)
 
 
 class LocalSide:
-    """The local engine. It generates with the weights of ``transformer``, in training the trainer's own."""
+    """The local engine. It generates with the weights of ``model``, in training the trainer's own."""
 
-    def __init__(self, engine: LocalEngine, transformer: WanTransformer3DModel) -> None:
+    def __init__(self, engine: LocalEngine, model: WanModel) -> None:
         self._engine = engine
-        self._transformer = transformer
+        self._model = model
 
     def push(self, adapter: Adapter, *, policy_version: int) -> None:
-        set_adapter(self._transformer, adapter)
+        set_adapter(self._model, adapter)
 
     def rollout(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
         return self._engine.generate_debug(request, sample_indices)
@@ -148,10 +140,14 @@ class ServerSide:
         self._share_on = share_on
 
     def push(self, adapter: Adapter, *, policy_version: int) -> None:
+        for module, tensors in adapter.items():
+            self._push_module(module, tensors, policy_version=policy_version)
+
+    def _push_module(self, module: str, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
         model, rollout = self._config.model, self._config.rollout
         update = make_update(
-            adapter.items(),
-            target_module="transformer",
+            tensors.items(),
+            target_module=module,
             alpha=model.lora_alpha,
             rank=model.lora_rank,
             policy_version=policy_version,
@@ -170,32 +166,43 @@ class ServerSide:
         return self._runner.run(self._engine.generate_debug(request, sample_indices))
 
 
+def adapter_parameters(model: WanModel) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
+    """(component, name, parameter) of every injected adapter tensor."""
+    for module, transformer in model.items():
+        for name, parameter in trainable_parameters(transformer):
+            yield module, name, parameter
+
+
 @torch.no_grad()
-def set_adapter(transformer: WanTransformer3DModel, adapter: Adapter) -> None:
+def set_adapter(model: WanModel, adapter: Adapter) -> None:
     """Copy ``adapter`` into the injected adapters."""
-    for name, parameter in trainable_parameters(transformer):
-        parameter.copy_(adapter[name])
+    for module, name, parameter in adapter_parameters(model):
+        parameter.copy_(adapter[module][name])
 
 
-def held_adapter(transformer: WanTransformer3DModel) -> dict[str, Tensor]:
+def held_adapter(model: WanModel) -> dict[str, dict[str, Tensor]]:
     """The injected adapters as they are, on the CPU."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in trainable_parameters(transformer)}
+    held: dict[str, dict[str, Tensor]] = {}
+    for module, name, parameter in adapter_parameters(model):
+        held.setdefault(module, {})[name] = parameter.detach().cpu().clone()
+    return held
 
 
 @torch.no_grad()
-def random_adapter(transformer: WanTransformer3DModel, *, seed: int, alpha: int, rank: int) -> dict[str, Tensor]:
+def random_adapter(model: WanModel, *, seed: int, alpha: int, rank: int) -> dict[str, dict[str, Tensor]]:
     """An adapter that is not zero, as strong in each layer as the layer's own weights allow."""
     generator = torch.Generator().manual_seed(seed)
-    adapter = {}
-    for name, parameter in trainable_parameters(transformer):
+    adapter: dict[str, dict[str, Tensor]] = {}
+    for module, name, parameter in adapter_parameters(model):
+        tensors = adapter.setdefault(module, {})
         draw = torch.randn(parameter.shape, generator=generator)
         if ".lora_A." in name:
-            adapter[name] = draw / parameter.shape[1] ** 0.5
+            tensors[name] = draw / parameter.shape[1] ** 0.5
             continue
-        weight = transformer.get_submodule(layer_prefix(name)).base_layer.weight
+        weight = model[module].get_submodule(layer_prefix(name)).base_layer.weight
         # Of inputs x with |x| = 1 per element: |W x| per output element is ||W|| / sqrt(out), |A x| is 1.
         own = float(weight.float().norm()) / weight.shape[0] ** 0.5
-        adapter[name] = draw * (_STRENGTH * own * rank / alpha / rank**0.5)
+        tensors[name] = draw * (_STRENGTH * own * rank / alpha / rank**0.5)
     return adapter
 
 
@@ -208,4 +215,9 @@ def encode_references(
         EngineError: an image that cannot be read.
     """
     text, codec = PromptEncoder(folder.path, device), VideoCodec(folder.path, device)
-    return [encode_conditioning(request.record, request.sampling, text=text, codec=codec) for request in requests]
+    return [
+        encode_conditioning(
+            request.record, request.sampling, text=text, codec=codec, image_conditioning=folder.image_conditioning
+        )
+        for request in requests
+    ]

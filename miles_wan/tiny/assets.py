@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from miles_wan.errors import InputError
-from miles_wan.tiny.checkpoint import write_checkpoint
+from miles_wan.tiny.checkpoint import DEFAULT_FAMILY, write_checkpoint
 from miles_wan.tiny.clip import write_clip
 from miles_wan.tiny.dataset import caption_words, check_sizes, write_dataset
 from miles_wan.tiny.pickscore import write_pickscore
+from miles_wan.wan.facts import family_named
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "tiny.json"
 # Raised when the same seed no longer gives the same files.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,10 @@ class TinyPaths:
     eval_jsonl: Path
 
 
-def make_tiny(out: Path, *, seed: int = 0, train_records: int = 64, eval_records: int = 64) -> TinyPaths:
-    """Write a tiny Wan2.2-TI2V checkpoint, a tiny PickScore, a tiny CLIP and a toy data set into ``out``.
+def make_tiny(
+    out: Path, *, seed: int = 0, train_records: int = 64, eval_records: int = 64, family: str = DEFAULT_FAMILY
+) -> TinyPaths:
+    """Write a tiny Wan2.2 checkpoint, a tiny PickScore, a tiny CLIP and a toy data set into ``out``.
 
     The same arguments give the same bytes. What is already there, complete and from the same arguments, is kept.
 
@@ -47,29 +50,32 @@ def make_tiny(out: Path, *, seed: int = 0, train_records: int = 64, eval_records
         seed: of all weights and of the data.
         train_records: number of training records.
         eval_records: number of validation records; none of them is a training record.
+        family: the released model that the checkpoint is a tiny one of.
 
     Returns:
         The paths, below ``out``.
 
     Raises:
-        InputError: ``out`` holds anything else or cannot be written, or a size is impossible.
+        InputError: ``out`` holds anything else or cannot be written, a size is impossible, or the family unknown.
     """
     out = Path(out)
     check_sizes(train_records=train_records, eval_records=eval_records)
-    wanted = {"format": FORMAT, "seed": seed, "train_records": train_records, "eval_records": eval_records}
+    engine_model_id = family_named(family).engine_model_id
+    wanted: dict[str, Any] = {"format": FORMAT, "seed": seed, "family": family}
+    wanted |= {"train_records": train_records, "eval_records": eval_records}
     if _is_done(out, wanted):
         logger.info("%s is complete and is kept", out)
-        return _paths(out)
+        return _paths(out, engine_model_id)
     try:
         _write(out, wanted)
     except OSError as error:
         raise InputError([f"cannot write {out}: {error}; choose a folder that can be written with --out."]) from error
-    return _paths(out)
+    return _paths(out, engine_model_id)
 
 
-def _paths(out: Path) -> TinyPaths:
+def _paths(out: Path, engine_model_id: str) -> TinyPaths:
     return TinyPaths(
-        model=out / "Wan2.2-TI2V-5B-tiny",
+        model=out / engine_model_id.replace("-Diffusers", "-tiny"),
         reward=out / "PickScore-tiny",
         clip=out / "CLIP-tiny",
         train_jsonl=out / "data" / "train.jsonl",
@@ -77,7 +83,7 @@ def _paths(out: Path) -> TinyPaths:
     )
 
 
-def _write(out: Path, wanted: dict[str, int]) -> None:
+def _write(out: Path, wanted: dict[str, Any]) -> None:
     """Write beside ``out``, then rename: an interrupted call leaves ``out`` as it was."""
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
@@ -92,20 +98,22 @@ def _write(out: Path, wanted: dict[str, int]) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _write_parts(folder: Path, wanted: dict[str, int]) -> None:
-    paths = _paths(folder)
+def _write_parts(folder: Path, wanted: dict[str, Any]) -> None:
+    family = str(wanted["family"])
+    paths = _paths(folder, family_named(family).engine_model_id)
     words = caption_words()
     seed = wanted["seed"]
-    write_checkpoint(paths.model, words, seed=seed)
+    write_checkpoint(paths.model, words, seed=seed, family=family)
     write_pickscore(paths.reward, words, seed=seed)
     write_clip(paths.clip, seed=seed)
     sizes = {name: wanted[name] for name in ("train_records", "eval_records")}
-    write_dataset(paths.train_jsonl.parent, seed=seed, **sizes)
+    with_images = family_named(family).image_conditioning != "none"
+    write_dataset(paths.train_jsonl.parent, seed=seed, with_images=with_images, **sizes)
     manifest = {"made_by": "miles-wan tiny", **wanted, "sha256": _digests(folder)}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def _is_done(out: Path, wanted: dict[str, int]) -> bool:
+def _is_done(out: Path, wanted: dict[str, Any]) -> bool:
     """True: ``out`` is what would be written. False: there is nothing there. Anything else is an ``InputError``."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False

@@ -1,8 +1,8 @@
-"""A tiny Wan2.2-TI2V checkpoint. In: a folder and a seed. Out: the released diffusers layout, a few megabytes of
-random weights. It knows nothing of rewards or data sets; the words its tokenizer must know are handed in.
+"""Tiny Wan2.2 checkpoints of every family. In: a folder, a family and a seed. Out: the released diffusers layout, a few
+megabytes of random weights. It knows nothing of rewards or data sets; the words its tokenizer must know are handed in.
 
-The shapes are the released ones in every way the code can see (48 latent channels, 4x16x16 compression, patch 2,
-residual VAE, per-token timesteps), only narrower.
+The shapes are the released ones in every way the code can see (channels, compression, patch, experts, boundary, per-token
+timesteps), only narrower.
 """
 
 from __future__ import annotations
@@ -12,50 +12,68 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
+
+from miles_wan.wan.facts import WanFamily, family_named
 
 TEXT_VOCAB_SIZE = 256
 TEXT_WIDTH = 32
-LATENT_CHANNELS = 48
+DEFAULT_FAMILY = "wan2.2-ti2v-5b"
 
 
-def write_checkpoint(folder: Path, words: Sequence[str], *, seed: int) -> None:
-    """Write transformer, vae, text_encoder, tokenizer, scheduler and model_index.json into ``folder``.
+def write_checkpoint(folder: Path, words: Sequence[str], *, seed: int, family: str = DEFAULT_FAMILY) -> None:
+    """Write transformers, vae, text_encoder, tokenizer, scheduler and model_index.json into ``folder``.
 
     Args:
         folder: created if needed.
         words: lower-case words that become one token each; other text falls apart into letters.
         seed: of all weights. The global random state of torch is left as it was.
+        family: a released model.
+
+    Raises:
+        InputError: an unknown family.
     """
+    facts = family_named(family)
     tokenizer = make_tokenizer(words)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # The order of these three draws is part of the format: reference numbers were recorded with it.
-        transformer = make_transformer()
-        vae = make_vae()
+        # The order of these draws is part of the format: reference numbers were recorded with it.
+        experts = [make_transformer(facts) for _ in facts.experts]
+        vae = make_vae() if facts.spatial_stride == 16 else make_small_stride_vae()
         text_encoder = make_text_encoder()
-    pipeline = WanPipeline(
-        tokenizer=tokenizer,
-        text_encoder=text_encoder,
-        vae=vae,
-        scheduler=make_scheduler(),
-        transformer=transformer,
-        transformer_2=None,
-        boundary_ratio=None,
-        expand_timesteps=True,
-    )
+    parts = {
+        "tokenizer": tokenizer,
+        "text_encoder": text_encoder,
+        "vae": vae,
+        "scheduler": make_scheduler(facts.flow_shift),
+        "transformer": experts[0],
+        "transformer_2": experts[1] if len(experts) > 1 else None,
+        "boundary_ratio": facts.boundary_ratio,
+        "expand_timesteps": facts.expand_timesteps,
+    }
+    if facts.needs_image:
+        pipeline = WanImageToVideoPipeline(**parts, image_encoder=None, image_processor=None)
+    else:
+        pipeline = WanPipeline(**parts)
     pipeline.save_pretrained(folder)
 
 
-def make_transformer() -> WanTransformer3DModel:
-    """Two blocks of width 48 (2 heads of 24), drawn from the global random state."""
+def make_transformer(family: WanFamily | None = None) -> WanTransformer3DModel:
+    """Two blocks of width 48 (2 heads of 24), drawn from the global random state; by default of a TI2V model."""
+    family = family_named(DEFAULT_FAMILY) if family is None else family
     return WanTransformer3DModel(
-        patch_size=(1, 2, 2),
+        patch_size=family.patch_size,
         num_attention_heads=2,
         attention_head_dim=24,
-        in_channels=LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
+        in_channels=family.in_channels,
+        out_channels=family.latent_channels,
         text_dim=TEXT_WIDTH,
         freq_dim=64,
         ffn_dim=64,
@@ -67,11 +85,11 @@ def make_transformer() -> WanTransformer3DModel:
 
 
 def make_vae() -> AutoencoderKLWan:
-    """The Wan2.2 VAE with 16 base channels: [3, 4n+1, 16a, 16b] pixels to [48, n+1, a, b] latents."""
+    """The VAE of TI2V with 16 base channels: [3, 4n+1, 16a, 16b] pixels to [48, n+1, a, b] latents."""
     return AutoencoderKLWan(
         base_dim=16,
         decoder_base_dim=16,
-        z_dim=LATENT_CHANNELS,
+        z_dim=48,
         dim_mult=[1, 2, 4, 4],
         num_res_blocks=1,
         attn_scales=[],
@@ -82,8 +100,22 @@ def make_vae() -> AutoencoderKLWan:
         patch_size=2,
         scale_factor_spatial=16,
         scale_factor_temporal=4,
-        latents_mean=[0.0] * LATENT_CHANNELS,
-        latents_std=[1.0] * LATENT_CHANNELS,
+        latents_mean=[0.0] * 48,
+        latents_std=[1.0] * 48,
+    )
+
+
+def make_small_stride_vae() -> AutoencoderKLWan:
+    """The VAE of the A14B models with 16 base channels: [3, 4n+1, 8a, 8b] pixels to [16, n+1, a, b] latents."""
+    return AutoencoderKLWan(
+        base_dim=16,
+        z_dim=16,
+        dim_mult=[1, 2, 4, 4],
+        num_res_blocks=1,
+        attn_scales=[],
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 16,
+        latents_std=[1.0] * 16,
     )
 
 
@@ -102,9 +134,9 @@ def make_text_encoder() -> UMT5EncoderModel:
     return UMT5EncoderModel(config)
 
 
-def make_scheduler() -> UniPCMultistepScheduler:
-    """The released scheduler: flow matching, shift 5."""
-    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
+def make_scheduler(flow_shift: float) -> UniPCMultistepScheduler:
+    """The released scheduler: flow matching with this shift."""
+    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)
 
 
 def make_tokenizer(words: Sequence[str]) -> T5Tokenizer:

@@ -58,8 +58,11 @@ def caption_words() -> list[str]:
     return sorted({word for scene in all_scenes() for word in scene.caption.split()})
 
 
-def write_dataset(folder: Path, *, seed: int, train_records: int, eval_records: int) -> None:
+def write_dataset(folder: Path, *, seed: int, train_records: int, eval_records: int, with_images: bool = True) -> None:
     """Write ``train.jsonl``, ``validation.jsonl`` and ``images/`` into ``folder``.
+
+    Args:
+        with_images: whether the records name their first frames; else they are for text-to-video.
 
     Raises:
         InputError: a size is below 1, or there are not enough different scenes.
@@ -68,8 +71,8 @@ def write_dataset(folder: Path, *, seed: int, train_records: int, eval_records: 
     rng = random.Random(seed)
     scenes = rng.sample(all_scenes(), train_records + eval_records)
     (folder / "images").mkdir(parents=True)
-    _write_split(folder, "validation", scenes[:eval_records], rng=rng)
-    _write_split(folder, "train", scenes[eval_records:], rng=rng)
+    _write_split(folder, "validation", scenes[:eval_records], rng=rng, with_images=with_images)
+    _write_split(folder, "train", scenes[eval_records:], rng=rng, with_images=with_images)
 
 
 def check_sizes(*, train_records: int, eval_records: int) -> None:
@@ -102,18 +105,20 @@ def draw_first_frame(scene: Scene, *, centre: tuple[float, float], radius: float
     return image
 
 
-def _write_split(folder: Path, split: str, scenes: Sequence[Scene], *, rng: random.Random) -> None:
-    lines = list(_records(folder, split, scenes, rng=rng))
+def _write_split(folder: Path, split: str, scenes: Sequence[Scene], *, rng: random.Random, with_images: bool) -> None:
+    lines = list(_records(folder, split, scenes, rng=rng, with_images=with_images))
     (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
 
-def _records(folder: Path, split: str, scenes: Sequence[Scene], *, rng: random.Random) -> Iterator[dict[str, object]]:
+def _records(
+    folder: Path, split: str, scenes: Sequence[Scene], *, rng: random.Random, with_images: bool
+) -> Iterator[dict[str, object]]:
     for index, scene in enumerate(scenes):
         radius = rng.uniform(0.14, 0.2) * IMAGE_SIZE
         path = f"images/{split}_{index:04d}.png"
         draw_first_frame(scene, centre=_start(scene, rng=rng), radius=radius).save(folder / path)
         metadata = {
-            "image_path": path,
+            **({"image_path": path} if with_images else {}),
             "colour": scene.colour,
             "shape": scene.shape,
             "direction": scene.direction,

@@ -1,7 +1,7 @@
 """Every metric of the project in one table: name, meaning, unit and how it is aggregated over a rollout.
 
 In: nothing. Out: the table, a check that refuses names outside it, and the page docs/metrics.md made from it. A name
-with ``<...>`` is a pattern: the bracket stands for one word that a run chooses (the name of a reward, of a phase).
+with ``<...>`` is a pattern: each bracket stands for one word that a run chooses (the name of a reward, of a phase).
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ GROUPS: dict[str, str] = {
     "moves. No forward is spent on it: the engine's mean is the stored next state minus std times the seed's noise.",
     "sync": "Weights from the trainers into the engines, after each update.",
     "eval": "Validation: fixed seeds, no noise, before training, every `eval.interval` rollouts and at the end.",
+    "sft": "Supervised training: one line per optimizer step.",
+    "validation": "Supervised training: fixed clips, timesteps and noise, before training, every `eval.interval` steps and at "
+    "the end. Intervals are over clips.",
     "time": "The driver's clock. Phases exclude each other; what overlaps them is reported apart.",
     "tracking": "The log itself.",
 }
@@ -81,6 +84,10 @@ METRICS: dict[str, Metric] = {
     "train/log_prob_pairs": Metric("(sample, kept step) pairs compared for parity", "count"),
     "train/advantage_abs_mean": Metric("Size of the advantages", "mean over videos"),
     "train/grad_norm": Metric("Gradient norm before clipping", "max over optimizer steps"),
+    "train/pairs/<expert>": Metric("A14B: pairs of one expert, of all ranks", "count"),
+    "train/<metric>/<expert>": Metric(
+        "A14B: the metric of this name over the pairs, or the gradients, of one expert (high, low)", "as that metric"
+    ),
     "train/lr": Metric("Learning rate of the last optimizer step", "1"),
     "train/optimizer_steps": Metric("Optimizer steps of this rollout", "count"),
     "parity/log_prob_gap_mean/<step>": Metric("Difference of the log-prob", "mean over pairs"),
@@ -99,6 +106,29 @@ METRICS: dict[str, Metric] = {
     "eval/reward_ci95": Metric("Half-width of its 95 % interval (Student t over records)", "reward"),
     "eval/reward/<part>": Metric("One reward by name, unweighted, validation-only ones included", "mean over records"),
     "eval/videos": Metric("Validation videos scored", "count"),
+    "sft/loss": Metric("Flow-matching loss, not weighted", "mean over the samples of the step"),
+    "sft/loss/<expert>": Metric("The same of the samples of one expert", "mean over its samples"),
+    "sft/samples/<expert>": Metric("Samples routed to an expert: 0 means that it was not stepped", "count"),
+    "sft/image_samples": Metric("Samples whose first frame was given", "count"),
+    "sft/textless_samples": Metric("Samples without their caption", "count"),
+    "sft/grad_norm": Metric("Gradient norm before clipping, of everything", "1"),
+    "sft/grad_norm/<expert>": Metric("Gradient norm before clipping, of one expert that had samples", "1"),
+    "sft/lr": Metric("Learning rate of the step", "1"),
+    "sft/epoch": Metric("Pass over the clips that the step begins in, from 0", "index"),
+    "sft/step_seconds": Metric("Wall time of the step", "s", timing=True),
+    "sft/samples_per_second": Metric("Throughput of all ranks", "1/s", timing=True),
+    "sft/tokens_per_second": Metric("Latent tokens, throughput of all ranks", "1/s", timing=True),
+    "sft/tflops_per_device": Metric(
+        "Model operations of forward and backward, from the lengths of the samples; recomputation does not count",
+        "10^12/s",
+        timing=True,
+    ),
+    "sft/utilisation": Metric("The same over the peak of the device", "share 0..1", timing=True),
+    "validation/loss": Metric("Flow-matching loss over all fixed timesteps", "mean over clips"),
+    "validation/loss_ci95": Metric("Half-width of its 95 % interval", "Student t over clips"),
+    "validation/loss/<part>": Metric("The same at one timestep (t125), or over those of one expert", "mean over clips"),
+    "validation/loss_ci95/<part>": Metric("Half-width of its 95 % interval", "Student t over clips"),
+    "validation/seconds": Metric("Wall time of the validation, sample videos included", "s", timing=True),
     "time/rollout_total": Metric("Wall time from the last rollout's line to this one", "s", timing=True),
     "time/overlap/<work>": Metric("Work that ran beside the phases in this rollout", "s", timing=True),
     "time/<phase>": Metric("Time of one exclusive phase in this rollout", "s", timing=True),
@@ -118,8 +148,7 @@ def metric_of(name: str) -> Metric:
 
 
 def _as_regex(pattern: str) -> str:
-    before, _, rest = pattern.partition("<")
-    return re.escape(before) + r"[^/\s]+" + re.escape(rest.partition(">")[2])
+    return r"[^/\s]+".join(re.escape(part) for part in re.split("<[^>]*>", pattern))
 
 
 def is_timing(name: str) -> bool:

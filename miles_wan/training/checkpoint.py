@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from diffusers import WanTransformer3DModel
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.futures import Future
@@ -32,17 +32,17 @@ class TrainingState:
 
     def __init__(
         self,
-        transformer: WanTransformer3DModel,
+        model: nn.Module,
         optimizer: Optimizer,
         scheduler: LRScheduler,
         average: AdapterAverage | None,
     ) -> None:
-        self._transformer, self._optimizer, self._scheduler = transformer, optimizer, scheduler
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._average = average
 
     def state_dict(self) -> dict[str, Any]:
         adapter, optimizer = get_state_dict(
-            self._transformer, self._optimizer, options=StateDictOptions(ignore_frozen_params=True)
+            self._model, self._optimizer, options=StateDictOptions(ignore_frozen_params=True)
         )
         state = {
             "adapter": adapter,
@@ -57,7 +57,7 @@ class TrainingState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(
-            self._transformer,
+            self._model,
             self._optimizer,
             model_state_dict=state["adapter"],
             optim_state_dict=state["optimizer"],

@@ -11,6 +11,7 @@ from miles_wan.config import Config
 from miles_wan.training.batch import ForwardBatch
 from miles_wan.training.statistics import Scored
 from miles_wan.training.velocity import VelocityModel
+from miles_wan.wan.experts import TIMESTEPS
 
 
 class ForwardObjective:
@@ -55,8 +56,8 @@ class ForwardObjective:
             "nft_velocity_change": (velocity.detach() - old_velocity).abs().mean(),
             "advantage_abs_mean": batch.advantages.abs().mean(),
         }
-        return Scored(scored.loss, batch.size, means)
+        return Scored(scored.loss, batch.size, means, batch.expert)
 
     def _velocity(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        velocity, inputs = self._model(batch.noisy, batch.sigma, batch.condition)
+        velocity, inputs = self._model(batch.expert, batch.noisy, batch.sigma * TIMESTEPS, batch.condition)
         return velocity, inputs.mask

@@ -1,4 +1,4 @@
-"""What a mesh does to the memory of a rank, before and after sharding. In: a transformer with its adapters (the meta
+"""What a mesh does to the memory of a rank, before and after sharding. In: a model with its adapters (the meta
 device will do) and the number of ranks. Out: bytes per rank and per parameter, and what makes a mesh absurd. It starts
 no process.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from miles_wan.wan.model import WanModel
 from miles_wan.wan.quantization import dequantised_bytes, parameter_bytes, parameter_count
 
 GIB = 2**30
@@ -44,14 +45,13 @@ class MeshMemory:
         )
 
 
-def estimate(transformer: nn.Module, *, ranks: int) -> MeshMemory:
-    """The memory of ``transformer`` when FSDP2 splits the first dimension of every parameter over ``ranks``."""
-    parameters = list(transformer.parameters())
-    blocks = transformer.blocks
-    assert isinstance(blocks, nn.ModuleList)
+def estimate(model: WanModel, *, ranks: int) -> MeshMemory:
+    """The memory of ``model`` when FSDP2 splits the first dimension of every parameter over ``ranks``."""
+    parameters = list(model.parameters())
+    blocks = [block for _, transformer in model.items() for block in transformer.blocks]
     return MeshMemory(
         ranks=ranks,
-        parameters=parameter_count(transformer),
+        parameters=parameter_count(model),
         weight_bytes=sum(_share(parameter, ranks) for parameter in parameters),
         rank_bytes=_with_copies(parameters, ranks),
         whole_bytes=_with_copies(parameters, 1),
@@ -86,9 +86,9 @@ def mesh_faults(memory: MeshMemory, *, devices: int, device_bytes: int) -> list[
     ]
 
 
-def held_bytes(transformer: nn.Module) -> int:
+def held_bytes(model: nn.Module) -> int:
     """Bytes of weights that this rank really holds after sharding."""
-    return sum(_local_bytes(parameter) for parameter in transformer.parameters())
+    return sum(_local_bytes(parameter) for parameter in model.parameters())
 
 
 def _with_copies(parameters: Iterable[nn.Parameter], ranks: int) -> int:

@@ -4,8 +4,8 @@ each optimizer step. In: this rank's items per optimizer step. Out: scored micro
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,21 @@ import torch.distributed as dist
 from miles_wan.config import Config
 from miles_wan.errors import ParityError
 from miles_wan.records import TrainItem, derived_seed
-from miles_wan.training.batch import noise_batches, step_batches
+from miles_wan.training.batch import (
+    ForwardBatch,
+    PairBatch,
+    by_expert,
+    micro_batches,
+    noise_pairs,
+    stack_noised,
+    stack_steps,
+    step_pairs,
+)
 from miles_wan.training.forward_process import ForwardObjective
 from miles_wan.training.policy import OldPolicy, PolicyObjective, compare
+from miles_wan.training.sharding import all_reduce_scalars
 from miles_wan.training.statistics import Parity, Scored
+from miles_wan.wan.experts import TIMESTEPS, Experts
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +38,10 @@ class Passes(Protocol):
     """The passes over one rollout."""
 
     def pairs(self, step: int) -> int:
-        """Pairs of this rank in an optimizer step."""
+        """Pairs of this rank in an optimizer step, the same number on all ranks."""
+
+    def counts(self, step: int) -> Mapping[str, int]:
+        """Micro-batches of each expert in an optimizer step, the same on all ranks."""
 
     def losses(self, step: int) -> Iterator[Scored]:
         """The micro-batches of an optimizer step, in order, each to be followed by its backward."""
@@ -41,22 +55,27 @@ class PolicyPasses:
     steps need a forward of their own before any weight moves, to be compared with the engine's. The first step's have it
     in their loss; it also gives their old log-probs where these are to be computed again."""
 
-    def __init__(self, objective: PolicyObjective, config: Config, steps: Steps, *, device: torch.device) -> None:
+    def __init__(
+        self, objective: PolicyObjective, config: Config, steps: Steps, *, experts: Experts, device: torch.device
+    ) -> None:
         self._objective = objective
         self._config = config
-        self._steps = steps
         self._device = device
+        self._pairs = [by_expert(step_pairs(items), experts) for items in steps]
+        self._counts = agreed_counts(self._pairs, size=config.training.micro_batch_size, device=device)
         self._parity = Parity(config.rollout.num_inference_steps)
         self._recompute = config.algorithm.old_log_prob == "recompute"
         objective.prepare([item for items in steps for item in items], device)
-        self._later = [self._measure(items) for items in steps[1:]]
+        self._later = [self._measure(step) for step in range(1, len(steps))]
 
     def pairs(self, step: int) -> int:
-        return sum(len(item.trajectory.steps) for item in self._steps[step])
+        return sum(map(len, self._pairs[step].values()))
+
+    def counts(self, step: int) -> Mapping[str, int]:
+        return self._counts[step]
 
     def losses(self, step: int) -> Iterator[Scored]:
-        size = self._config.training.micro_batch_size
-        for number, batch in enumerate(step_batches(self._steps[step], size=size, device=self._device)):
+        for number, batch in enumerate(self._batches(step)):
             reference_mean = self._objective.reference_mean(batch)
             law = self._objective.law(batch)
             if step == 0:
@@ -68,7 +87,7 @@ class PolicyPasses:
             else:
                 old = self._later[step - 1][number].to(self._device)
             scored, ratio = self._objective(batch, law, old, reference_mean)
-            if step == 0:
+            if step == 0 and batch.size:
                 self._parity.add_ratio(ratio)
             yield scored
 
@@ -91,16 +110,25 @@ class PolicyPasses:
             )  # fmt: skip
         return metrics
 
-    def _measure(self, items: Sequence[TrainItem]) -> list[OldPolicy]:
+    def _batches(self, step: int) -> Iterator[PairBatch]:
+        return micro_batches(
+            self._pairs[step],
+            stack_steps,
+            counts=self._counts[step],
+            size=self._config.training.micro_batch_size,
+            device=self._device,
+        )
+
+    def _measure(self, step: int) -> list[OldPolicy]:
         """Compare with the engine; what the old policy says, by micro-batch, on the CPU."""
         old = []
         with torch.no_grad():
-            for batch in step_batches(items, size=self._config.training.micro_batch_size, device=self._device):
+            for batch in self._batches(step):
                 law = self._objective.law(batch)
                 compare(batch, law, self._parity)
                 if self._recompute:
                     old.append(self._objective.old_policy(law).to(torch.device("cpu")))
-                else:
+                elif batch.size:
                     self._parity.add_ratio(torch.exp(law.transition.log_prob - batch.engine_log_prob))
         return old
 
@@ -109,27 +137,51 @@ class ForwardPasses:
     """Finished videos that are noised again, for DiffusionNFT."""
 
     def __init__(
-        self, objective: ForwardObjective, config: Config, steps: Steps, *, rollout_id: int, device: torch.device
+        self,
+        objective: ForwardObjective,
+        config: Config,
+        steps: Steps,
+        *,
+        rollout_id: int,
+        experts: Experts,
+        trained: Sequence[str],
+        device: torch.device,
     ) -> None:
         self._objective = objective
-        self._config = config
-        self._steps = steps
-        self._seed = derived_seed(config.seed, "forward", rollout_id)
+        self._size = config.training.micro_batch_size
         self._device = device
+        sigmas = steps[0][0].trajectory.sigmas[:-1]
+        levels, seed = config.algorithm.nft.sigmas_per_sample, derived_seed(config.seed, "forward", rollout_id)
+        among = [index for index, sigma in enumerate(sigmas) if experts.of(float(sigma) * TIMESTEPS) in trained]
+        self._pairs = [by_expert(noise_pairs(items, levels=levels, seed=seed, among=among), experts) for items in steps]
+        self._counts = agreed_counts(self._pairs, size=self._size, device=device)
 
     def pairs(self, step: int) -> int:
-        return len(self._steps[step]) * self._config.algorithm.nft.sigmas_per_sample
+        return sum(map(len, self._pairs[step].values()))
+
+    def counts(self, step: int) -> Mapping[str, int]:
+        return self._counts[step]
 
     def losses(self, step: int) -> Iterator[Scored]:
-        batches = noise_batches(
-            self._steps[step],
-            levels=self._config.algorithm.nft.sigmas_per_sample,
-            size=self._config.training.micro_batch_size,
-            seed=self._seed,
-            device=self._device,
+        batches: Iterator[ForwardBatch] = micro_batches(
+            self._pairs[step], stack_noised, counts=self._counts[step], size=self._size, device=self._device
         )
         for batch in batches:
             yield self._objective(batch)
 
     def parity(self) -> dict[str, float]:
         return {}
+
+
+def agreed_counts(
+    steps: Sequence[Mapping[str, Sequence[Any]]], *, size: int, device: torch.device
+) -> list[dict[str, int]]:
+    """Micro-batches of each expert in each optimizer step: as many as the rank needs that needs most (a collective). An
+    expert that no rank has pairs for is left out: it gets no gradient, hence no update and no decay."""
+    needed = [(step, name, -(-len(pairs) // size)) for step, own in enumerate(steps) for name, pairs in own.items()]
+    largest = all_reduce_scalars([count for _, _, count in needed], op=dist.ReduceOp.MAX, device=device)
+    counts: list[dict[str, int]] = [{} for _ in steps]
+    for (step, name, _), count in zip(needed, largest, strict=True):
+        if count:
+            counts[step][name] = int(count)
+    return counts

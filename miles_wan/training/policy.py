@@ -82,10 +82,10 @@ class PolicyObjective:
     def law(self, batch: PairBatch) -> Law:
         """The law of the stored steps (with gradients unless they are off)."""
         rollout = self._config.rollout
-        velocity, inputs = self._model(batch.latents, batch.sigma, batch.condition)
+        velocity, inputs = self._model(batch.expert, batch.latents, batch.timestep, batch.condition)
         scored = transition(
             rollout.sampler,
-            inputs.hidden_states,
+            inputs.state,
             velocity,
             sigma=batch.sigma,
             sigma_next=batch.sigma_next,
@@ -127,7 +127,7 @@ class PolicyObjective:
             "ratio_mean": policy.ratio.mean(),
             "advantage_abs_mean": batch.advantages.abs().mean(),
         }
-        return Scored(loss, batch.size, means), policy.ratio
+        return Scored(loss, batch.size, means, batch.expert), policy.ratio
 
     def _policy_loss(self, batch: PairBatch, law: Law, old: OldPolicy) -> PolicyLoss:
         algorithm, scored = self._config.algorithm, law.transition
@@ -183,6 +183,8 @@ def engine_mean(batch: PairBatch, law: Law) -> Tensor:
 
 def compare(batch: PairBatch, law: Law, parity: Parity) -> None:
     """Count how far the trainer is from the engine about ``batch``."""
+    if batch.size == 0:
+        return
     difference = (law.transition.mean.detach() - engine_mean(batch, law)).abs()
     difference = torch.where(law.mask > 0, difference, torch.zeros_like(difference))
     parity.add(

@@ -11,36 +11,59 @@ import torch.distributed as dist
 from torch import Tensor
 
 from miles_wan.training.sharding import all_reduce_scalars
+from miles_wan.wan.experts import Experts
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A micro-batch under the present weights: ``loss`` (scalar, differentiable), ``size`` pairs, and the ``means`` of
-    the batch by metric name (scalars, detached)."""
+    """A micro-batch of one ``expert`` under the present weights: ``loss`` (scalar, differentiable), ``size`` pairs (0 for a
+    filler), and the ``means`` of the batch by metric name (scalars, detached)."""
 
     loss: Tensor
     size: int
     means: Mapping[str, Tensor]
+    expert: str
 
 
 @dataclass
 class Means:
-    """Means over pairs."""
+    """Means over pairs, and with two experts those of each.
 
-    sums: dict[str, float] = field(default_factory=dict)
-    pairs: int = 0
+    Args:
+        experts: of the model; every rank scores micro-batches of the same ones.
+    """
+
+    experts: Experts
+    sums: dict[tuple[str, str], float] = field(default_factory=dict)
+    pairs: dict[str, int] = field(default_factory=dict)
 
     def add(self, scored: Scored) -> None:
         """Count one micro-batch."""
         for name, value in scored.means.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value) * scored.size
-        self.pairs += scored.size
+            key = scored.expert, name
+            self.sums[key] = self.sums.get(key, 0.0) + (float(value) * scored.size if scored.size else 0.0)
+        self.pairs[scored.expert] = self.pairs.get(scored.expert, 0) + scored.size
 
     def reduced(self, device: torch.device) -> dict[str, float]:
         """Means over all pairs of all ranks, as metrics (a collective)."""
-        names = sorted(self.sums)
-        totals = all_reduce_scalars([*(self.sums[n] for n in names), self.pairs], op=dist.ReduceOp.SUM, device=device)
-        return {f"train/{name}": total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
+        keys, experts = sorted(self.sums), sorted(self.pairs)
+        totals = all_reduce_scalars(
+            [*(self.sums[key] for key in keys), *(self.pairs[name] for name in experts)],
+            op=dist.ReduceOp.SUM,
+            device=device,
+        )
+        sums = dict(zip(keys, totals, strict=False))
+        pairs = dict(zip(experts, totals[len(keys) :], strict=True))
+        names = sorted({name for _, name in keys})
+        everything = sum(pairs.values())
+        metrics = {f"train/{name}": sum(sums[expert, name] for expert in experts) / everything for name in names}
+        if len(self.experts.names) == 1:
+            return metrics
+        for expert in experts:
+            label = self.experts.label(expert)
+            metrics |= {f"train/{name}/{label}": sums[expert, name] / pairs[expert] for name in names}
+            metrics[f"train/pairs/{label}"] = pairs[expert]
+        return metrics
 
 
 @dataclass

@@ -1,76 +1,55 @@
-"""The velocity that training sees: the sharded transformer called as the engine calls it, under the trained adapter, its
-average or none. In: noisy latents with their conditions. Out: the velocity and the model's input."""
+"""The velocity that training sees: the sharded transformers called as the engine calls them, under the trained adapters, their
+average or none. In: noisy latents with their conditions, all of one expert. Out: the velocity and the model's input."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
-from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from miles_wan.config import Config
 from miles_wan.training.batch import ConditionBatch
 from miles_wan.training.ema import AdapterAverage
-from miles_wan.wan.conditioning import ModelInput, build_model_input
-from miles_wan.wan.forward import guided_velocity
-from miles_wan.wan.load import DTYPES
+from miles_wan.wan.conditioning import ModelInput
+from miles_wan.wan.model import WanModel
 
 
 class VelocityModel:
-    """Calls the transformer.
+    """Calls the transformers.
 
     Args:
-        transformer: sharded, with its adapters.
-        average: of the adapter, if the run keeps one.
-        expand_timesteps: the checkpoint's flag.
+        model: sharded, with its adapters.
+        average: of the adapters, if the run keeps one.
     """
 
-    def __init__(
-        self,
-        transformer: WanTransformer3DModel,
-        average: AdapterAverage | None,
-        config: Config,
-        *,
-        expand_timesteps: bool,
-    ) -> None:
-        self._transformer = transformer
+    def __init__(self, model: WanModel, average: AdapterAverage | None, config: Config) -> None:
+        self._model = model
         self._average = average
-        self._guidance_scale = config.rollout.guidance_scale
-        self._dtype = DTYPES[config.model.dtype]
-        self._expand_timesteps = expand_timesteps
+        rollout = config.rollout
+        self._guidance = model.experts.guidance(rollout.guidance_scale, rollout.guidance_scale_2)
 
-    def __call__(self, latents: Tensor, sigma: Tensor, condition: ConditionBatch) -> tuple[Tensor, ModelInput]:
-        """Velocity [B, C, F, h, w] after guidance, in float32, at ``latents`` of noise level ``sigma`` [B]."""
-        inputs = build_model_input(
-            latents,
-            sigma * 1000,
-            condition_latent=condition.latent,
-            has_condition=condition.given,
-            expand_timesteps=self._expand_timesteps,
-        )
-        velocity = guided_velocity(
-            self._transformer,
+    def __call__(
+        self, expert: str, latents: Tensor, timestep: Tensor, condition: ConditionBatch
+    ) -> tuple[Tensor, ModelInput]:
+        """Velocity [B, C, F, h, w] of one expert after guidance, in float32, at ``latents`` of ``timestep`` [B]."""
+        inputs = self._model.input(latents, timestep, condition_latent=condition.latent, has_condition=condition.given)
+        velocity = self._model.velocity(
+            expert,
             inputs,
             prompt_embeds=condition.prompt_embeds,
             negative_prompt_embeds=condition.negative_prompt_embeds,
-            guidance_scale=self._guidance_scale,
-            dtype=self._dtype,
+            guidance_scale=self._guidance[expert],
         )
         return velocity, inputs
 
-    @contextmanager
-    def base(self) -> Iterator[None]:
-        """With the adapter off: the frozen base."""
-        self._transformer.disable_adapters()
-        try:
-            yield
-        finally:
-            self._transformer.enable_adapters()
+    def base(self) -> AbstractContextManager[None]:
+        """With the adapters off: the frozen base."""
+        return self._model.without_adapters()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """With the averaged adapter. Not between a forward and its backward: that would see it, too."""
+        """With the averaged adapters. Not between a forward and its backward: that would see them, too."""
         if self._average is None:
             raise ValueError("this run keeps no average of the adapter: training.ema_decay is not set")
         with self._average.in_place():

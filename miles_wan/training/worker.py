@@ -1,4 +1,4 @@
-"""The training worker of one rank: loads, adapts and shards the transformer, then turns trajectories into updates.
+"""The training worker of one rank: loads, adapts and shards the transformers, then turns trajectories into updates.
 
 In: ``TrainItem`` lists, already split by rank. Out: metrics (equal on all ranks), adapters, checkpoints. Knows nothing
 of Ray, engines or rewards.
@@ -16,17 +16,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
 
 from miles_wan.config import Config
 from miles_wan.errors import MilesWanError
 from miles_wan.faults import reach
-from miles_wan.records import TrainItem, derived_seed
+from miles_wan.records import TrainItem
 from miles_wan.training import checkpoint
 from miles_wan.training.ema import AdapterAverage
 from miles_wan.training.forward_process import ForwardObjective
 from miles_wan.training.mesh import MeshMemory, estimate, held_bytes
+from miles_wan.training.optimizer import build_optimizer
 from miles_wan.training.passes import ForwardPasses, Passes, PolicyPasses
 from miles_wan.training.policy import PolicyObjective
 from miles_wan.training.sharding import (
@@ -37,8 +36,16 @@ from miles_wan.training.sharding import (
 )
 from miles_wan.training.statistics import Means
 from miles_wan.training.velocity import VelocityModel
-from miles_wan.wan.load import load_transformer
-from miles_wan.wan.lora import ModelReport, inject_lora, load_adapter, report, save_adapter, trainable_parameters
+from miles_wan.wan.family import ModelFolder
+from miles_wan.wan.lora import (
+    ModelReport,
+    adapter_folder,
+    add_adapters,
+    report,
+    save_adapter,
+    trainable_parameters,
+)
+from miles_wan.wan.model import WanModel, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -54,60 +61,51 @@ class Rank:
 
 
 class TrainingWorker:
-    """FSDP2 LoRA training of one Wan transformer.
+    """FSDP2 LoRA training of the transformers of a Wan checkpoint, all of them under one optimizer.
 
     Args:
         config: the run's configuration.
         rank: this worker's place.
-        model_path: local folder of the checkpoint.
-        expand_timesteps: the checkpoint's flag: first-frame conditioning with per-token timesteps.
+        folder: the checkpoint.
     """
 
-    def __init__(self, config: Config, rank: Rank, *, model_path: Path, expand_timesteps: bool) -> None:
+    def __init__(self, config: Config, rank: Rank, *, folder: ModelFolder) -> None:
         self._config = config
         self.device = torch.device(rank.device)
         init_process_group(device=self.device, rank=rank.rank, world_size=rank.world_size, init_method=rank.init_method)
-        model = config.model
-        transformer = load_transformer(model_path, dtype=model.dtype)
-        inject_lora(
-            transformer,
-            rank=model.lora_rank,
-            alpha=model.lora_alpha,
-            targets=model.lora_targets,
-            seed=derived_seed(config.seed, "lora"),
-        )
-        if model.init_adapter is not None:
-            load_adapter(transformer, Path(model.init_adapter), alpha=model.lora_alpha)
-        self.report: ModelReport = report(transformer)
-        memory = estimate(transformer, ranks=rank.world_size)
-        shard_transformer(
-            transformer, device=self.device, activation_checkpointing=config.training.activation_checkpointing
-        )
-        _check_sharded(transformer, memory, rank=rank.rank)
-        self.transformer = transformer
-        self.sharded_blocks = count_sharded_blocks(transformer)
-        parameters = [parameter for _, parameter in trainable_parameters(transformer)]
+        self.trained = folder.routing.chosen(config.model.train_experts)
+        # A frozen expert is needed where this process generates, too.
+        held = folder.experts if config.rollout.engine == "local" else self.trained
+        self.model = load_model(folder, dtype=config.model.dtype, names=held, quantization=config.model.quantization)
+        add_adapters(self.model, config.model, names=self.trained, seed=config.seed)
+        self.report: ModelReport = report(*(transformer for _, transformer in self.model.items()))
+        memory = estimate(self.model, ranks=rank.world_size)
+        for _, transformer in self.model.items():
+            shard_transformer(
+                transformer, device=self.device, activation_checkpointing=config.training.activation_checkpointing
+            )
+        _check_sharded(self.model, memory, rank=rank.rank)
+        self.sharded_blocks = sum(count_sharded_blocks(transformer) for _, transformer in self.model.items())
+        parameters = {name: self._parameters(name) for name in self.trained}
         training = config.training
         self.average = (
-            AdapterAverage(parameters, decay=training.ema_decay, rise=training.ema_rise)
+            AdapterAverage(
+                [parameter for own in parameters.values() for parameter in own],
+                decay=training.ema_decay,
+                rise=training.ema_rise,
+            )
             if training.ema_decay is not None
             else None
         )
-        self.velocity = VelocityModel(transformer, self.average, config, expand_timesteps=expand_timesteps)
-        settings = training.optimizer
-        self.optimizer = torch.optim.AdamW(
+        self.velocity = VelocityModel(self.model, self.average, config)
+        self.optimizer, self.scheduler = build_optimizer(
             parameters,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
+            training.optimizer,
+            total_steps=config.num_rollouts * config.algorithm.optimizer_steps_per_rollout,
         )
-        self.scheduler: LRScheduler = get_scheduler(
-            "constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
-            self.optimizer,
-            num_warmup_steps=settings.warmup_steps,
-            num_training_steps=config.num_rollouts * config.algorithm.optimizer_steps_per_rollout,
-        )
+
+    def _parameters(self, name: str) -> list[torch.nn.Parameter]:
+        return [parameter for _, parameter in trainable_parameters(self.model[name])]
 
     def update(self, steps: Sequence[Sequence[TrainItem]], *, rollout_id: int) -> dict[str, float]:
         """Train on one rollout.
@@ -123,46 +121,60 @@ class TrainingWorker:
                 raised on every rank before the first optimizer step, so that no weight has moved.
         """
         passes = self._passes(steps, rollout_id)
-        means = Means()
+        means = Means(self.model.experts)
         parity: dict[str, float] = {}
-        grad_norms: list[float] = []
+        grad_norms: dict[str, float] = {}
         learning_rate = 0.0
         for index in range(len(steps)):
             self._accumulate(passes, index, means, rollout_id=rollout_id)
             if index == 0:
                 parity = passes.parity()
             learning_rate = float(self.scheduler.get_last_lr()[0])
-            grad_norms.append(self._step(rollout_id))
+            for name, norm in self._step(rollout_id).items():
+                grad_norms[name] = max(norm, grad_norms.get(name, 0.0))
         return {
             **means.reduced(self.device),
             **parity,
-            "train/grad_norm": max(grad_norms),
+            **grad_norms,
             "train/lr": learning_rate,
             "train/optimizer_steps": float(len(steps)),
         }
 
     def _passes(self, steps: Sequence[Sequence[TrainItem]], rollout_id: int) -> Passes:
         if self._config.algorithm.loss == "nft":
-            forward = ForwardObjective(self.velocity, self._config)
-            return ForwardPasses(forward, self._config, steps, rollout_id=rollout_id, device=self.device)
-        return PolicyPasses(PolicyObjective(self.velocity, self._config), self._config, steps, device=self.device)
+            return ForwardPasses(
+                ForwardObjective(self.velocity, self._config),
+                self._config,
+                steps,
+                rollout_id=rollout_id,
+                experts=self.model.experts,
+                trained=self.trained,
+                device=self.device,
+            )
+        objective = PolicyObjective(self.velocity, self._config)
+        return PolicyPasses(objective, self._config, steps, experts=self.model.experts, device=self.device)
 
     def _accumulate(self, passes: Passes, step: int, means: Means, *, rollout_id: int) -> None:
-        """Forward and backward of one optimizer step; gradients are means over all ranks' pairs."""
-        pairs, done = passes.pairs(step), 0
-        losses = passes.losses(step)
-        size = self._config.training.micro_batch_size
-        while done < pairs:
-            # FSDP2 reduces gradients of the frozen base never, of the adapters once: after the last micro-batch.
-            self.transformer.set_requires_gradient_sync(done + size >= pairs)
-            scored = next(losses)  # one at a time: they are large
-            done += scored.size
-            (scored.loss * (scored.size / pairs)).backward()
-            means.add(scored)
-            reach("train/micro_batch", rollout_id)
+        """Forward and backward of one optimizer step; gradients are means over all ranks' pairs, of all experts."""
+        pairs, losses = passes.pairs(step), passes.losses(step)
+        for name, count in passes.counts(step).items():
+            for number in range(count):
+                # FSDP2 reduces gradients of the frozen base never, of the adapters once: after the last micro-batch.
+                self.model[name].set_requires_gradient_sync(number == count - 1)
+                scored = next(losses)  # one at a time: they are large
+                (scored.loss * (scored.size / pairs)).backward()
+                means.add(scored)
+                reach("train/micro_batch", rollout_id)
 
-    def _step(self, rollout_id: int) -> float:
-        parameters = [parameter for _, parameter in trainable_parameters(self.transformer)]
+    def _step(self, rollout_id: int) -> dict[str, float]:
+        """Clip, step, and the gradient norms before that as metrics: of everything, and with two experts of each."""
+        experts = self.model.experts
+        norms = {
+            f"train/grad_norm/{experts.label(name)}": float(full_tensor(torch.nn.utils.get_total_norm(gradients)))
+            for name in self.trained
+            if len(experts.names) > 1 and (gradients := [p.grad for p in self._parameters(name) if p.grad is not None])
+        }
+        parameters = [parameter for name in self.trained for parameter in self._parameters(name)]
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self._config.training.optimizer.max_grad_norm))
         if not bool(torch.isfinite(norm)):
             raise MilesWanError(
@@ -175,34 +187,41 @@ class TrainingWorker:
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update()
-        return float(norm)
+        return {"train/grad_norm": float(norm), **norms}
 
-    def adapter(self, weights: str = "policy") -> dict[str, Tensor]:
-        """The whole adapter on the CPU, on every rank (a collective), in the type the forward computes with.
+    def adapters(self, weights: str = "policy") -> dict[str, dict[str, Tensor]]:
+        """The whole adapter of each trained expert (by component name) on the CPU, on every rank (a collective), in the
+        type the forward computes with.
 
         Args:
-            weights: ``policy``, or ``ema`` for its average.
+            weights: ``policy``, or ``ema`` for the average.
         """
         with self.using(weights):
             return {
-                name: full_tensor(parameter.detach()).cpu()
-                for name, parameter in trainable_parameters(self.transformer)
+                expert: {
+                    name: full_tensor(parameter.detach()).cpu()
+                    for name, parameter in trainable_parameters(self.model[expert])
+                }
+                for expert in self.trained
             }
 
     def using(self, weights: str) -> AbstractContextManager[None]:
-        """The transformer computes with these ``weights`` inside this context: ``policy`` or ``ema``."""
+        """The transformers compute with these ``weights`` inside this context: ``policy`` or ``ema``."""
         return self.velocity.averaged() if weights == "ema" else nullcontext()
 
-    def check_ranks_agree(self, tensors: Mapping[str, Tensor], *, policy_version: int, weights: str = "policy") -> str:
-        """Compare the digest of the gathered adapter over all ranks (a collective) and log it.
+    def check_ranks_agree(
+        self, adapters: Mapping[str, Mapping[str, Tensor]], *, policy_version: int, weights: str = "policy"
+    ) -> str:
+        """Compare the digest of the gathered adapters over all ranks (a collective) and log it.
 
         Raises:
             MilesWanError: the ranks hold different adapters.
         """
         digest = hashlib.sha256()
-        for name, tensor in tensors.items():
-            digest.update(name.encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for expert, tensors in adapters.items():
+            for name, tensor in tensors.items():
+                digest.update(f"{expert}.{name}".encode())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         own = digest.hexdigest()
         gathered: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(gathered, own)
@@ -223,14 +242,17 @@ class TrainingWorker:
         checkpoint.load(directory, self._state())
 
     def _state(self) -> checkpoint.TrainingState:
-        return checkpoint.TrainingState(self.transformer, self.optimizer, self.scheduler, self.average)
+        return checkpoint.TrainingState(self.model, self.optimizer, self.scheduler, self.average)
 
     def export(self, directory: Path, *, weights: str = "policy") -> None:
-        """Write the adapter in diffusers format (a collective; rank 0 writes)."""
-        tensors = self.adapter(weights)
+        """Write the adapters in diffusers format (a collective; rank 0 writes): into ``directory``, with two experts each
+        into a folder with its component's name."""
+        adapters = self.adapters(weights)
         if dist.get_rank() == 0:
-            model = self._config.model
-            save_adapter(directory, tensors, rank=model.lora_rank, alpha=model.lora_alpha)
+            settings = self._config.model
+            for name, tensors in adapters.items():
+                place = adapter_folder(directory, name, self.model.experts)
+                save_adapter(place, tensors, rank=settings.lora_rank, alpha=settings.lora_alpha)
         dist.barrier()
 
     def close(self) -> None:
@@ -238,13 +260,13 @@ class TrainingWorker:
         dist.destroy_process_group()
 
 
-def _check_sharded(transformer: torch.nn.Module, memory: MeshMemory, *, rank: int) -> None:
+def _check_sharded(model: WanModel, memory: MeshMemory, *, rank: int) -> None:
     """Say what the mesh costs, and that this rank holds its share and not the whole.
 
     Raises:
         MilesWanError: the rank holds more than its share.
     """
-    held = held_bytes(transformer)
+    held = held_bytes(model)
     if held > memory.weight_bytes:
         raise MilesWanError(
             f"rank {rank} of {memory.ranks} holds {held} bytes of weights, its share is {memory.weight_bytes}: "

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from miles_wan.errors import InputError
+
+# How a first image enters the transformer: not at all, as the clean first latent frame (TI2V), or as further input
+# channels (I2V: 4 of a mask, then the latent of the image followed by grey frames).
+ImageConditioning = Literal["none", "first_frame", "channels"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,23 @@ class WanFamily:
     fps: int
     trained_sizes: tuple[tuple[int, int], ...]
     transformer: Mapping[str, Any]
+
+    @property
+    def image_conditioning(self) -> ImageConditioning:
+        """How a first image enters."""
+        if self.expand_timesteps:
+            return "first_frame"
+        return "channels" if self.needs_image else "none"
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether the input has channels that only an image fills."""
+        return self.in_channels > self.latent_channels
+
+    @property
+    def condition_channels(self) -> int:
+        """Channels of the latent of a first image: those of a latent frame, or with a mask those beside the state."""
+        return self.in_channels - self.latent_channels if self.needs_image else self.latent_channels
 
     @property
     def size_multiple(self) -> int:

@@ -18,7 +18,8 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from miles_wan.errors import InputError, first_line
-from miles_wan.wan.facts import FAMILIES, WanFamily, family_named, legal_frames, legal_size
+from miles_wan.wan.experts import Experts
+from miles_wan.wan.facts import FAMILIES, ImageConditioning, WanFamily, family_named, legal_frames, legal_size
 
 __all__ = [
     "FAMILIES",
@@ -63,6 +64,21 @@ class ModelFolder:
     @property
     def experts(self) -> tuple[str, ...]:
         return self.family.experts
+
+    @property
+    def transformer_folders(self) -> tuple[Path, ...]:
+        """The folder of each expert, that of the high noise first."""
+        return tuple(self.path / name for name in self.experts)
+
+    @property
+    def routing(self) -> Experts:
+        """Which expert computes which timestep."""
+        return Experts(self.experts, self.boundary_ratio)
+
+    @property
+    def image_conditioning(self) -> ImageConditioning:
+        """How a first image enters the transformer."""
+        return self.family.image_conditioning
 
     @property
     def inner_dim(self) -> int:

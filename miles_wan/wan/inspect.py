@@ -16,7 +16,8 @@ from miles_wan.wan.lora import inject_lora, report
 def inspect_model(
     *, model: str | None, family: str | None, lora_rank: int, lora_targets: Sequence[str]
 ) -> dict[str, Any]:
-    """Parameter, block and adapter counts of a checkpoint folder's transformer or of a released size.
+    """Parameter, block and adapter counts of a checkpoint folder's transformers or of a released size: of all experts
+    together, and for two in ``each_expert``, which are alike.
 
     Raises:
         InputError: neither or both of ``model`` and ``family``, an unknown family, a faulty folder or target.
@@ -26,7 +27,9 @@ def inspect_model(
         raise InputError([f"--lora-rank {lora_rank}: at least 1"])
     transformer = meta_transformer(config)
     inject_lora(transformer, rank=lora_rank, alpha=lora_rank, targets=lora_targets, seed=0)
-    return {"family": name, "lora_rank": lora_rank, **asdict(report(transformer))}
+    experts = family_named(name).experts
+    counts = {"family": name, "lora_rank": lora_rank, **asdict(report(*[transformer] * len(experts)))}
+    return counts if len(experts) == 1 else {**counts, "each_expert": asdict(report(transformer))}
 
 
 def _configuration(model: str | None, family: str | None) -> tuple[str, Mapping[str, Any]]:

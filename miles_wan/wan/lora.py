@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from miles_wan.config import ModelConfig
 from miles_wan.errors import InputError
+from miles_wan.records import derived_seed
+from miles_wan.wan.experts import Experts
 from miles_wan.wan.load import stored_shapes
+from miles_wan.wan.model import WanModel
 from miles_wan.wan.quantization import parameter_count
 
 ADAPTER = "default"
@@ -80,6 +84,32 @@ def inject_lora(
         parameter.data = parameter.data.float()
 
 
+def add_adapters(model: WanModel, settings: ModelConfig, *, names: Sequence[str], seed: int) -> None:
+    """Freeze a model and give the transformers in ``names`` their adapters, each with a start of its own.
+
+    Args:
+        seed: of the run.
+
+    Raises:
+        InputError: a target without layers, or an initial adapter that does not fit.
+    """
+    for name, transformer in model.items():
+        if name not in names:
+            transformer.requires_grad_(False)
+            continue
+        own = () if name == model.experts.names[0] else (name,)
+        inject_lora(
+            transformer,
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            targets=settings.lora_targets,
+            seed=derived_seed(seed, "lora", *own),
+        )
+        if settings.init_adapter is not None:
+            path = adapter_folder(Path(settings.init_adapter), name, model.experts)
+            load_adapter(transformer, path, alpha=settings.lora_alpha)
+
+
 def trainable_parameters(transformer: WanTransformer3DModel) -> Iterator[tuple[str, nn.Parameter]]:
     """(diffusers name, parameter) of every adapter tensor, in the model's order."""
     for name, parameter in transformer.named_parameters():
@@ -87,8 +117,14 @@ def trainable_parameters(transformer: WanTransformer3DModel) -> Iterator[tuple[s
             yield name.replace(f".{ADAPTER}.weight", ".weight"), parameter
 
 
-def report(transformer: WanTransformer3DModel) -> ModelReport:
-    """Count parameters and adapters; works on the meta device and on sharded models."""
+def report(*transformers: WanTransformer3DModel) -> ModelReport:
+    """Count parameters and adapters of all together; works on the meta device and on sharded models."""
+    reports = [_report(transformer) for transformer in transformers]
+    totals = {field.name: sum(getattr(one, field.name) for one in reports) for field in fields(ModelReport)}
+    return ModelReport(**totals)
+
+
+def _report(transformer: WanTransformer3DModel) -> ModelReport:
     names = [name for name, _ in trainable_parameters(transformer)]
     return ModelReport(
         trainable_parameters=sum(p.numel() for _, p in trainable_parameters(transformer)),
@@ -139,6 +175,12 @@ def load_adapter(transformer: WanTransformer3DModel, path: Path, *, alpha: int) 
     with torch.no_grad():
         for name, parameter in trainable_parameters(transformer):
             parameter.copy_(stored[name])
+
+
+def adapter_folder(path: Path, name: str, experts: Experts) -> Path:
+    """Where the adapter of one expert lies below ``path``: itself for a model with one, else a folder with the component's
+    name. diffusers loads each of the two with ``load_lora_weights``, the second with ``load_into_transformer_2=True``."""
+    return path if len(experts.names) == 1 else path / name
 
 
 def adapter_file(path: Path) -> Path:

@@ -68,6 +68,7 @@ class Arithmetic:
             latents=np.zeros((0, 2, 1, 1, 1, 1), np.float32),
             steps=(),
             sigmas=np.zeros(2, np.float32),
+            timesteps=np.zeros(0, np.float32),
             log_probs=np.zeros(0, np.float32),
             has_condition=False,
             policy_version=0,

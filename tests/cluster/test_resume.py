@@ -26,7 +26,7 @@ def settings(
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = value
-    return remembered(Config.model_validate(tree), train, validation, weights=weights)
+    return remembered(Config.model_validate(tree), train, validation, weights=[weights])
 
 
 def state(**start: Any) -> dict[str, Any]:

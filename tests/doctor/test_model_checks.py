@@ -36,27 +36,6 @@ def test_a_damaged_model_folder(
     assert words in fault
 
 
-def make_t2v_a14b(folder: Path) -> None:
-    """The configuration files of a two-expert model."""
-    config = json.loads((folder / "transformer" / "config.json").read_text())
-    (folder / "transformer" / "config.json").write_text(json.dumps({**config, "in_channels": 16, "out_channels": 16}))
-    shutil.copytree(folder / "transformer", folder / "transformer_2")
-    vae = json.loads((folder / "vae" / "config.json").read_text())
-    (folder / "vae" / "config.json").write_text(json.dumps({**vae, "z_dim": 16, "scale_factor_spatial": 8}))
-    index = json.loads((folder / "model_index.json").read_text())
-    index.update(transformer_2=index["transformer"], boundary_ratio=0.875, expand_timesteps=False)
-    (folder / "model_index.json").write_text(json.dumps(index))
-
-
-def test_two_experts_are_recognised_and_refused(tree: dict[str, Any], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tree["model"]["path"], tmp_path / "model"))
-    make_t2v_a14b(folder)
-    tree["model"]["path"] = str(folder)
-    fault = only_fault(tree)
-    assert "wan2.2-t2v-a14b" in fault
-    assert "later version" in fault
-
-
 def test_a_start_adapter_that_is_not_there(tree: dict[str, Any], tmp_path: Path) -> None:
     tree["model"]["init_adapter"] = str(tmp_path)
     assert only_fault(tree).startswith(f"model.init_adapter: {tmp_path}: holds no adapter")

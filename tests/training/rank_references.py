@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from miles_wan.records import derived_seed
-from miles_wan.training.batch import noise_batches
+from miles_wan.training.batch import noise_pairs, stack_noised
 
 RANK, ALPHA = 4, 6  # their ratio is not 1
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
@@ -174,9 +174,8 @@ def reference_nft_gradients() -> dict[str, Tensor]:
     frames, height, width = rollout["trajectory.latents"].shape[2:]
     tokens = height * width // 4
     for item in (finished(ti2v_item(steps, advantage=a)) for rank in ITEMS for steps, a in ITEMS[rank]):
-        for batch in noise_batches(
-            [item], levels=NFT["sigmas_per_sample"], size=1, seed=seed, device=torch.device("cpu")
-        ):
+        for pair in noise_pairs([item], levels=NFT["sigmas_per_sample"], seed=seed):
+            batch = stack_noised("transformer", 1, [pair], torch.device("cpu"))
             x, sigma = batch.noisy.clone(), float(batch.sigma)
             x[:, :, 0] = rollout["trajectory.latents"][0][:, 0]
             time = torch.cat([torch.zeros(tokens), torch.full(((frames - 1) * tokens,), 1000 * sigma)])[None]

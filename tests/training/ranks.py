@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from golden_data import ti2v_item, ti2v_rollout
+from golden_data import described, single, ti2v_item, ti2v_rollout
 from torch import Tensor
 
 from miles_wan.config import Config
@@ -72,7 +72,7 @@ class Scenarios:
         meeting = self.folder / f"meeting #{next(self._meetings)}?"
         place = Rank(self.rank, self.world_size, f"file://{meeting}", "cpu")
         config = make_config(self.folder, **changes)
-        return TrainingWorker(config, place, model_path=Path(config.model.path), expand_timesteps=True)
+        return TrainingWorker(config, place, folder=described(Path(config.model.path)))
 
     def adapted(self, **changes: Any) -> TrainingWorker:
         """A worker whose adapters are not zero; they move the log-probs, so the bound is wide."""
@@ -87,24 +87,24 @@ class Scenarios:
         seen = {}
         for steps in (1, 2):
             worker = self.worker(algorithm__optimizer_steps_per_rollout=steps, training__optimizer__lr=0.1)
-            before = worker.adapter()
+            before = adapter_of(worker)
             items = self.items()
             share = len(items) // steps
             dealt = [items[start : start + share] for start in range(0, len(items), share)]
             metrics = worker.update(dealt, rollout_id=0)
-            seen[steps] = {"metrics": metrics, "moved": moved(before, worker.adapter())}
+            seen[steps] = {"metrics": metrics, "moved": moved(before, adapter_of(worker))}
             worker.close()
         return seen
 
     def sharding(self) -> dict[str, Any]:
         worker = self.worker()
-        local = sum(p.to_local().numel() for p in worker.transformer.parameters())
+        local = sum(p.to_local().numel() for p in worker.model["transformer"].parameters())
         seen = {"local": local, "report": worker.report, "sharded_blocks": worker.sharded_blocks}
         worker.close()
         for dtype in ("fp32", "bf16"):
             worker, logged = self.logged_worker(model__dtype=dtype)
             seen[dtype] = {
-                "held": held_bytes(worker.transformer),
+                "held": held_bytes(worker.model),
                 "logged": logged,
                 "text": self.expected_memory(dtype).text,
                 "share": self.expected_memory(dtype).weight_bytes,
@@ -118,7 +118,7 @@ class Scenarios:
         config = load_transformer(Path(model.path), dtype="fp32").config
         transformer = meta_transformer(config, dtype=dtype)
         inject_lora(transformer, rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets, seed=0)
-        return estimate(transformer, ranks=self.world_size)
+        return estimate(single(transformer), ranks=self.world_size)
 
     def logged_worker(self, **changes: Any) -> tuple[TrainingWorker, list[str]]:
         """A worker, and what it said while it was built."""
@@ -168,23 +168,25 @@ class Scenarios:
             times: list[Tensor] = []
 
             def catch(*_: Any, worker: TrainingWorker = worker, caught: dict[str, Tensor] = caught) -> None:
-                caught.update({n: full_tensor(p.grad).clone() for n, p in trainable_parameters(worker.transformer)})
+                caught.update(
+                    {n: full_tensor(p.grad).clone() for n, p in trainable_parameters(worker.model["transformer"])}
+                )
 
             def watch(_: Any, args: Any, times: list[Tensor] = times) -> None:
                 times.append(args[0].detach().clone())
 
             worker.optimizer.register_step_pre_hook(catch)
-            worker.transformer.condition_embedder.timesteps_proj.register_forward_pre_hook(watch)
-            before = worker.adapter()
+            worker.model["transformer"].condition_embedder.timesteps_proj.register_forward_pre_hook(watch)
+            before = adapter_of(worker)
             metrics = worker.update([self.items()], rollout_id=0)
             seen[name] = {
                 "gradients": caught,
                 "metrics": metrics,
-                "moved": moved(before, worker.adapter()),
+                "moved": moved(before, adapter_of(worker)),
                 "moments": {state["exp_avg"].dtype for state in worker.optimizer.state.values()},
                 "times": times[0],
                 "adapter": before,
-                "trainable": len(list(trainable_parameters(worker.transformer))),
+                "trainable": len(list(trainable_parameters(worker.model["transformer"]))),
             }
             worker.close()
         return seen
@@ -200,17 +202,19 @@ class Scenarios:
             **changes,
         )
         with torch.no_grad():
-            for _, parameter in trainable_parameters(worker.transformer):
+            for _, parameter in trainable_parameters(worker.model["transformer"]):
                 parameter.data.to_local().mul_(NFT_SCALE)
         caught: dict[str, Tensor] = {}
 
         def catch(*_: Any) -> None:
-            caught.update({n: full_tensor(p.grad).clone() for n, p in trainable_parameters(worker.transformer)})
+            caught.update(
+                {n: full_tensor(p.grad).clone() for n, p in trainable_parameters(worker.model["transformer"])}
+            )
 
         worker.optimizer.register_step_pre_hook(catch)
-        before = {weights: worker.adapter(weights) for weights in ("policy", "ema")}
+        before = {weights: adapter_of(worker, weights) for weights in ("policy", "ema")}
         metrics = worker.update([[finished(item) for item in self.items()]], rollout_id=3)
-        seen = {"gradients": caught, "metrics": metrics, "before": before, "policy": worker.adapter()}
+        seen = {"gradients": caught, "metrics": metrics, "before": before, "policy": adapter_of(worker)}
         worker.close()
         return seen
 
@@ -225,12 +229,14 @@ class Scenarios:
                 training__activation_checkpointing=checkpointing,
             )
             with torch.no_grad():
-                for _, parameter in trainable_parameters(worker.transformer):
+                for _, parameter in trainable_parameters(worker.model["transformer"]):
                     parameter.data.to_local().mul_(NFT_SCALE)
             caught: dict[str, Tensor] = {}
 
             def catch(*_: Any, worker: TrainingWorker = worker, caught: dict[str, Tensor] = caught) -> None:
-                caught.update({n: full_tensor(p.grad).clone() for n, p in trainable_parameters(worker.transformer)})
+                caught.update(
+                    {n: full_tensor(p.grad).clone() for n, p in trainable_parameters(worker.model["transformer"])}
+                )
 
             worker.optimizer.register_step_pre_hook(catch)
             worker.update([self.items()], rollout_id=0)
@@ -245,10 +251,10 @@ class Scenarios:
             worker = self.adapted(
                 training__optimizer__lr=1e-2, training__ema_decay=0.75, training__ema_rise=rise, num_rollouts=3
             )
-            history = [(worker.adapter(), worker.adapter("ema"))]
+            history = [(adapter_of(worker), adapter_of(worker, "ema"))]
             for rollout_id in range(3):
                 worker.update([self.items()], rollout_id=rollout_id)
-                history.append((worker.adapter(), worker.adapter("ema")))
+                history.append((adapter_of(worker), adapter_of(worker, "ema")))
             worker.export(self.folder / f"exported average {rise}", weights="ema")
             seen[str(rise)] = history
             worker.close()
@@ -269,13 +275,13 @@ class Scenarios:
 
     def agreement(self) -> dict[str, Any]:
         worker = self.adapted(training__optimizer__lr=1e-2)
-        before = worker.check_ranks_agree(worker.adapter(), policy_version=0)
+        before = worker.check_ranks_agree(worker.adapters(), policy_version=0)
         worker.update([self.items()], rollout_id=0)
-        adapter = worker.adapter()
-        seen = {"before": before, "after": worker.check_ranks_agree(adapter, policy_version=1)}
+        adapter = adapter_of(worker)
+        seen = {"before": before, "after": worker.check_ranks_agree({"transformer": adapter}, policy_version=1)}
         if self.rank == 1:
             next(iter(adapter.values())).view(-1)[0] += 1e-7
-        seen["error"] = error_of(lambda: worker.check_ranks_agree(adapter, policy_version=1))
+        seen["error"] = error_of(lambda: worker.check_ranks_agree({"transformer": adapter}, policy_version=1))
         worker.close()
         return seen
 
@@ -313,7 +319,7 @@ class Scenarios:
 
     def export(self) -> dict[str, Any]:
         worker = self.worker()
-        for _, parameter in trainable_parameters(worker.transformer):
+        for _, parameter in trainable_parameters(worker.model["transformer"]):
             parameter.data.to_local().fill_(self.rank + 1)
         worker.export(self.folder / "exported")
         worker.close()
@@ -353,7 +359,7 @@ class Scenarios:
             seen[name] = self._refusal(worker, [spoil(item) for item in self.items()])
         worker = self.worker(training__optimizer__lr=0.1, algorithm__max_log_prob_gap=1e-4)
         with torch.no_grad():
-            dict(trainable_parameters(worker.transformer))[PERTURBED].data.to_local().fill_(1.0)
+            dict(trainable_parameters(worker.model["transformer"]))[PERTURBED].data.to_local().fill_(1.0)
         seen["perturbed adapter"] = self._refusal(worker, self.items())
         return seen
 
@@ -377,9 +383,9 @@ class Scenarios:
         return seen
 
     def _refusal(self, worker: TrainingWorker, items: list[TrainItem]) -> dict[str, Any]:
-        before = worker.adapter()
+        before = adapter_of(worker)
         error = error_of(lambda: worker.update([items], rollout_id=0))
-        seen = {"error": error, "moved": moved(before, worker.adapter())}
+        seen = {"error": error, "moved": moved(before, adapter_of(worker))}
         worker.close()
         return seen
 
@@ -402,13 +408,18 @@ def error_of(call: Callable[[], Any]) -> str | None:
     return None
 
 
+def adapter_of(worker: TrainingWorker, weights: str = "policy") -> dict[str, Tensor]:
+    """The adapter of the only expert."""
+    return worker.adapters(weights)["transformer"]
+
+
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
     return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
 
 
 def state_of(worker: TrainingWorker) -> dict[str, Any]:
     """This rank's whole training state: weights, Adam's moments and step counts, schedule, random state."""
-    named = list(trainable_parameters(worker.transformer))
+    named = list(trainable_parameters(worker.model["transformer"]))
     return {
         "weights": {name: p.detach().to_local().clone() for name, p in named},
         "moments": {

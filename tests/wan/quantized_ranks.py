@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from diffusers import WanTransformer3DModel
+from golden_data import single
 from quantized_base import adapted, gradients_of, output_of
 
 from miles_wan.training.mesh import estimate, held_bytes
@@ -35,7 +36,7 @@ def step(transformer: WanTransformer3DModel) -> dict[str, Any]:
 
 def sharded(folder: Path, scheme: str, *, checkpointing: bool, rank: int) -> dict[str, Any]:
     transformer = adapted(folder / "model", quantization=scheme)
-    share = estimate(transformer, ranks=dist.get_world_size()).weight_bytes
+    share = estimate(single(transformer), ranks=dist.get_world_size()).weight_bytes
     shard_transformer(transformer, device=torch.device("cpu"), activation_checkpointing=checkpointing)
     transformer.train()
     rows = transformer.blocks[0].ffn.net[0].proj.base_layer.weight.to_local().shape[0]

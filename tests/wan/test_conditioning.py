@@ -8,7 +8,7 @@ from diffusers import WanTransformer3DModel
 from golden_data import GOLDEN, padded_embeds
 from safetensors.torch import load_file
 
-from miles_wan.wan.conditioning import build_model_input, sampled_mask
+from miles_wan.wan.conditioning import build_model_input, image_channels, sampled_mask
 
 B, C, F, H, W = 2, 48, 3, 4, 6
 TOKENS = H * W // 4  # of one latent frame, patches of 2 x 2
@@ -29,13 +29,13 @@ def tensors(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(B, C, F, H, W, generator=generator), torch.randn(B, C, 1, H, W, generator=generator)
 
 
-def build(x, z, has_condition, *, timestep=(800.0, 874.9999), expand_timesteps=True):
+def build(x, z, has_condition, *, timestep=(800.0, 874.9999), image_conditioning="first_frame"):
     return build_model_input(
         x,
         torch.tensor(timestep),
         condition_latent=z,
         has_condition=has_condition,
-        expand_timesteps=expand_timesteps,
+        image_conditioning=image_conditioning,
     )
 
 
@@ -132,7 +132,7 @@ def test_an_image_whose_latent_is_missing_is_an_error():
 def test_an_image_for_a_model_that_takes_none_is_an_error():
     x, z = tensors()
     with pytest.raises(ValueError, match="needs a checkpoint with expand_timesteps"):
-        build(x, z, YES, expand_timesteps=False)
+        build(x, z, YES, image_conditioning="none")
 
 
 def test_a_bf16_state_keeps_float32_timesteps():
@@ -140,3 +140,45 @@ def test_a_bf16_state_keeps_float32_timesteps():
     inputs = build(x.bfloat16(), z, YES)
     assert inputs.hidden_states.dtype == torch.bfloat16
     assert inputs.timestep.dtype == torch.float32
+
+
+def i2v(latents, channels, has_condition=YES):
+    return build_model_input(
+        latents,
+        torch.tensor((800.0, 900.0)),
+        condition_latent=channels,
+        has_condition=has_condition,
+        image_conditioning="channels",
+    )
+
+
+def test_the_channels_of_i2v_are_a_mask_and_the_latents_of_the_image():
+    """As diffusers' WanImageToVideoPipeline.prepare_latents builds them: 1 in each of the four channels of latent frame 0."""
+    latent = torch.randn(16, F, H, W, generator=torch.Generator().manual_seed(1))
+    channels = image_channels(latent)
+    assert channels.shape == (20, F, H, W)
+    assert torch.equal(channels[:4, 0], torch.ones(4, H, W))
+    assert not bool(channels[:4, 1:].any())
+    assert torch.equal(channels[4:], latent)
+
+
+def test_in_i2v_every_frame_is_sampled_and_has_the_timestep():
+    generator = torch.Generator().manual_seed(2)
+    latents, channels = (
+        torch.randn(B, 16, F, H, W, generator=generator),
+        torch.randn(B, 20, F, H, W, generator=generator),
+    )
+    inputs = i2v(latents, channels)
+    assert torch.equal(inputs.hidden_states, torch.cat([latents, channels], dim=1))
+    assert torch.equal(inputs.state, latents)
+    assert torch.equal(inputs.timestep, torch.tensor((800.0, 900.0)))
+    assert bool(inputs.mask.all())
+
+
+@pytest.mark.parametrize("given", [NO, torch.tensor([True, False])])
+def test_i2v_without_an_image_is_refused(given):
+    latents, channels = torch.zeros(B, 16, F, H, W), torch.zeros(B, 20, F, H, W)
+    with pytest.raises(ValueError, match="needs the latents of a first image"):
+        i2v(latents, channels, given)
+    with pytest.raises(ValueError, match="needs the latents of a first image"):
+        i2v(latents, None)

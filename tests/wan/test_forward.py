@@ -32,7 +32,7 @@ def model_input(step: int, *, condition_latent: Tensor | None = None) -> ModelIn
         rollout["trajectory.sigmas"][step][None] * 1000,
         condition_latent=given[None],
         has_condition=torch.tensor([True]),
-        expand_timesteps=True,
+        image_conditioning="first_frame",
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from golden_data import single
 from quantized_base import ALPHA, RANK, TARGETS, adapted, gradients_of, output_of, write_odd_transformer
 from safetensors.torch import load_file, save_file
 
@@ -115,7 +116,7 @@ def test_the_meta_device_has_the_types_and_bytes_of_loaded_weights(folder: Path,
     assert described[0] == described[1]
     for transformer in (built, loaded):
         inject_lora(transformer, rank=RANK, alpha=ALPHA, targets=TARGETS, seed=0)
-    assert held_bytes(loaded) == estimate(built, ranks=1).weight_bytes
+    assert held_bytes(loaded) == estimate(single(built), ranks=1).weight_bytes
 
 
 @SCHEMES
@@ -131,7 +132,7 @@ def test_released_sizes_take_less_than_55_percent_of_bf16(scheme: Any, family: s
     assert parameter_bytes(plain) - parameter_bytes(quantized) == saved
     assert parameter_count(quantized) == parameter_count(plain) == sum(p.numel() for p in plain.parameters())
     # A block is gathered in 8 bits, and its largest layer stands beside it in bf16 while it computes.
-    memory = estimate(quantized, ranks=2)
+    memory = estimate(single(quantized), ranks=2)
     assert memory.gathered_bytes == parameter_bytes(quantized.blocks[0]) + 2 * d * f
 
 

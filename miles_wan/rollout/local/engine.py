@@ -7,61 +7,42 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from miles_wan.errors import EngineError, InputError
+from miles_wan.errors import EngineError
 from miles_wan.flow.transitions import CPS_LOG_PROBS, ETA_KINDS, KINDS
 from miles_wan.records import Conditioning, Float32, PromptRecord, RolloutOutput, RolloutRequest, Trajectory, UInt8
 from miles_wan.rollout.base import Answer, DebugTensors
 from miles_wan.rollout.local.conditioning import encode_conditioning
 from miles_wan.rollout.local.sampler import Step, denoise, sigma_grid
-from miles_wan.rollout.local.text import PromptEncoder, prompts_of
-from miles_wan.rollout.local.video import VideoCodec
-from miles_wan.wan.family import legal_frames, legal_size, load_family
-from miles_wan.wan.load import DTYPES
+from miles_wan.wan.experts import TIMESTEPS
+from miles_wan.wan.family import ModelFolder, legal_frames, legal_size
+from miles_wan.wan.model import WanModel
+from miles_wan.wan.text import PromptEncoder, prompts_of
+from miles_wan.wan.video import VideoCodec
 
 
 class LocalEngine:
-    """Rolls out with a transformer that is already loaded, plain or sharded, with or without adapters.
+    """Rolls out with transformers that are already loaded, plain or sharded, with or without adapters.
 
-    Holds the VAE on the device and the text encoder on the CPU, both float32, and no weights of the transformer: what it
+    Holds the VAE on the device and the text encoder on the CPU, both float32, and no weights of the transformers: what it
     computes with is what the trainer holds at that moment.
 
     Args:
-        model_path: folder of the checkpoint the transformer is from.
-        transformer: in evaluation mode, on ``device``.
-        dtype: its compute type, ``fp32`` or ``bf16``.
-        expand_timesteps: the checkpoint's flag: first-frame conditioning with per-token timesteps.
+        folder: the checkpoint the transformers are from.
+        model: all its experts, in evaluation mode, on ``device``.
         device: where to compute.
-
-    Raises:
-        InputError: a folder that is no whole checkpoint, or one with two experts.
     """
 
-    def __init__(
-        self,
-        model_path: Path,
-        transformer: WanTransformer3DModel,
-        *,
-        dtype: str,
-        expand_timesteps: bool,
-        device: torch.device,
-    ) -> None:
-        family = load_family(model_path).family
-        if len(family.experts) > 1:
-            raise InputError([f"{model_path}: the local engine takes models with one transformer, not a {family.name}"])
-        self._family = family
-        self._transformer = transformer
-        self._dtype = DTYPES[dtype]
-        self._expand_timesteps = expand_timesteps
+    def __init__(self, folder: ModelFolder, model: WanModel, *, device: torch.device) -> None:
+        self._family = folder.family
+        self._model = model
         self._device = device
-        self._text = PromptEncoder(model_path, device)
-        self._codec = VideoCodec(model_path, device)
+        self._text = PromptEncoder(folder.path, device)
+        self._codec = VideoCodec(folder.path, device)
 
     def prepare(self, records: Sequence[PromptRecord], *, guidance_scale: float) -> None:
         """Encode the prompts of several records while the text encoder is on the device once."""
@@ -94,14 +75,12 @@ class LocalEngine:
         conditioning = self._conditioning(request)
         recording = _Recording(_kept_states(request, everything=debug), debug)
         for step in denoise(
-            self._transformer,
+            self._model,
             conditioning,
             sampling,
             seeds=[request.seeds[index] for index in sample_indices],
             stochastic_steps=request.stochastic_steps,
             latent_shape=self._family.latent_shape(sampling.num_frames, sampling.height, sampling.width),
-            expand_timesteps=self._expand_timesteps,
-            dtype=self._dtype,
             device=self._device,
         ):
             recording.add(step)
@@ -121,7 +100,13 @@ class LocalEngine:
 
     def _conditioning(self, request: RolloutRequest) -> Conditioning:
         try:
-            return encode_conditioning(request.record, request.sampling, text=self._text, codec=self._codec)
+            return encode_conditioning(
+                request.record,
+                request.sampling,
+                text=self._text,
+                codec=self._codec,
+                image_conditioning=self._family.image_conditioning,
+            )
         except EngineError as error:
             raise EngineError(f"{self._source(request)}: {error}") from error
 
@@ -131,13 +116,19 @@ class LocalEngine:
         steps, last = request.stochastic_steps, sampling.num_inference_steps - 1
         faults = [
             legal_size(sampling.width, sampling.height, self._family),
-            legal_frames(sampling.num_frames, self._family, with_image=with_image),
+            legal_frames(sampling.num_frames, self._family, with_image=with_image and not self._family.needs_image),
             _grid_fault(request),
         ]
         if not sample_indices or not all(0 <= index < len(request.seeds) for index in sample_indices):
             faults.append(f"samples {list(sample_indices)} of a request with {len(request.seeds)} seeds")
-        if with_image and not self._expand_timesteps:
-            faults.append("a first image needs a checkpoint with expand_timesteps (Wan2.2-TI2V)")
+        if with_image and self._family.image_conditioning == "none":
+            faults.append(f"{self._family.name} takes no first image")
+        if self._family.needs_image and not with_image:
+            faults.append(f"{self._family.name} needs a first image")
+        try:
+            self._model.experts.guidance(sampling.guidance_scale, sampling.guidance_scale_2)
+        except ValueError as error:
+            faults.append(str(error))
         if sampling.kind not in KINDS:
             faults.append(f"unknown transition {sampling.kind!r}; known: {', '.join(KINDS)}")
         if sampling.cps_log_prob not in CPS_LOG_PROBS:
@@ -236,6 +227,7 @@ def _trajectory(
         latents=np.stack(pairs) if pairs else np.zeros((0, 2, *final.shape), dtype=np.float32),
         steps=steps,
         sigmas=sigmas,
+        timesteps=sigmas[list(steps)] * np.float32(TIMESTEPS),
         log_probs=log_probs[list(steps)],
         has_condition=request.record.image_path is not None,
         policy_version=request.policy_version,

@@ -1,4 +1,4 @@
-"""The denoising loop over a transformer that is already there. In: conditioning, seeds, settings. Out: one ``Step`` after the
+"""The denoising loop over transformers that are already there. In: conditioning, seeds, settings. Out: one ``Step`` after the
 other, for all samples together. It knows no files, no VAE and no text; sharding is the transformer's own affair.
 """
 
@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from miles_wan.flow import explicit_sigmas, shifted_sigmas, transition
 from miles_wan.records import Conditioning, Float32, SamplingSettings
-from miles_wan.wan.conditioning import build_model_input
-from miles_wan.wan.forward import guided_velocity
+from miles_wan.wan.experts import TIMESTEPS
+from miles_wan.wan.model import WanModel
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,17 @@ def sigma_grid(sampling: SamplingSettings) -> Tensor:
 
 @torch.no_grad()  # not inference_mode: the tensors of a sharded transformer are used again with gradients
 def denoise(
-    transformer: WanTransformer3DModel,
+    model: WanModel,
     conditioning: Conditioning,
     sampling: SamplingSettings,
     *,
     seeds: Sequence[int],
     stochastic_steps: Sequence[int],
     latent_shape: tuple[int, int, int, int],
-    expand_timesteps: bool,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> Iterator[Step]:
-    """All N steps of one sample for each seed. A step is one forward of the transformer, two with guidance: with a sharded
-    transformer every rank must run all of them, with its own conditioning and seeds.
+    """All N steps of one sample for each seed. A step is one forward of its expert, two with guidance: with sharded
+    transformers every rank must run all of them, with its own conditioning and seeds.
 
     The noise of a sample is that of a CPU generator with its seed, wherever it is used: first the initial latent, then one
     draw for each stochastic step.
@@ -63,7 +60,6 @@ def denoise(
         conditioning: of the record; all samples share it.
         stochastic_steps: steps of the law ``sampling.kind``; the others are Euler steps.
         latent_shape: (C, F, h, w).
-        dtype: compute type of the transformer; states stay float32.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     shape = (len(seeds), *latent_shape)
@@ -76,31 +72,32 @@ def denoise(
         return None if array is None else torch.from_numpy(array).to(device).expand(len(seeds), *array.shape)
 
     prompt, negative = for_all(conditioning.prompt_embeds), for_all(conditioning.negative_prompt_embeds)
-    given = for_all(conditioning.condition_latent)
+    condition = for_all(conditioning.condition_latent)
     assert prompt is not None
-    has_condition = torch.full((len(seeds),), given is not None, device=device)
+    has_condition = torch.full((len(seeds),), condition is not None, device=device)
+    guidance = model.experts.guidance(sampling.guidance_scale, sampling.guidance_scale_2)
     state = draw()
     for index in range(len(sigmas) - 1):
         sigma, stochastic = sigmas[index], index in stochastic_steps
-        inputs = build_model_input(
+        timestep = sigma * TIMESTEPS
+        expert = model.experts.of(float(timestep))
+        inputs = model.input(
             state,
-            (sigma * 1000).to(device).expand(len(seeds)),
-            condition_latent=given,
+            timestep.to(device).expand(len(seeds)),
+            condition_latent=condition,
             has_condition=has_condition,
-            expand_timesteps=expand_timesteps,
         )
-        velocity = guided_velocity(
-            transformer,
+        velocity = model.velocity(
+            expert,
             inputs,
             prompt_embeds=prompt,
             negative_prompt_embeds=negative,
-            guidance_scale=sampling.guidance_scale,
-            dtype=dtype,
+            guidance_scale=guidance[expert],
         )
         noise = draw() if stochastic else torch.zeros(shape, device=device)
         taken = transition(
             sampling.kind if stochastic else "ode",
-            inputs.hidden_states,
+            inputs.state,
             velocity,
             sigma=sigma,
             sigma_next=sigmas[index + 1],
@@ -110,10 +107,10 @@ def denoise(
             mask=inputs.mask,
             cps_log_prob=sampling.cps_log_prob,
         )
-        state = taken.next_sample if given is None else torch.where(inputs.mask > 0, taken.next_sample, given)
+        state = torch.where(inputs.mask > 0, taken.next_sample, inputs.state)
         yield Step(
             index=index,
-            state=inputs.hidden_states,
+            state=inputs.state,
             next_state=state,
             velocity=velocity,
             noise=noise,
