@@ -18,14 +18,14 @@ from miles_wan.records import Conditioning, Float32, RolloutRequest, SamplingSet
 from miles_wan.rollout.base import Answer
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.rollout.local.conditioning import encode_conditioning
-from miles_wan.rollout.local.text import PromptEncoder
-from miles_wan.rollout.local.video import VideoCodec
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.rollout.sglang.payload import serialize_update
 from miles_wan.wan.conditioning import ModelInput
 from miles_wan.wan.family import ModelFolder
 from miles_wan.wan.lora import layer_prefix, trainable_parameters
 from miles_wan.wan.model import WanModel
+from miles_wan.wan.text import PromptEncoder
+from miles_wan.wan.video import VideoCodec
 from miles_wan.weight_sync import make_update, verify_reports
 
 # Tensors by component of the model and by name.

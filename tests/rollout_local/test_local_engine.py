@@ -17,12 +17,12 @@ from PIL import Image
 
 from miles_wan.errors import EngineError
 from miles_wan.rollout.local import LocalEngine
-from miles_wan.rollout.local.text import MAX_TOKENS
-from miles_wan.rollout.local.video import image_pixels
 from miles_wan.tiny import TinyPaths
 from miles_wan.wan.facts import DEFAULT_NEGATIVE_PROMPT
 from miles_wan.wan.lora import inject_lora
 from miles_wan.wan.model import WanModel
+from miles_wan.wan.text import MAX_TOKENS
+from miles_wan.wan.video import image_pixels
 
 STOCHASTIC = ("flow_sde", "dance_sde", "cps", "flow_grpo_wan")
 
