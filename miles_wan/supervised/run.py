@@ -94,7 +94,7 @@ class SupervisedRun:
         )
         self._videos = SampleVideos(config, self._plan, self._folder, self._library, self._trainer, device=device)
         self._throughput = Throughput(config, self._folder, device=device)
-        self._store = CheckpointStore(self._output / "checkpoints", keep_last=config.checkpoint.keep_last)
+        self._store = CheckpointStore(self._output / "checkpoints", keep_last=config.checkpoint.keep_last, unit="step")
         self._settings = remembered(
             config,
             self._data.train,

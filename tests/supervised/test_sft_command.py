@@ -167,7 +167,7 @@ def test_a_run_killed_twice_gives_the_same_curve(world: Path, whole: Any) -> Non
         command(world, "killed", "--resume", "latest"), capture_output=True, text=True, env=environment(), timeout=300
     )
     assert last.returncode == 0, last.stderr[-3000:]
-    assert json.loads((world / "killed" / "summary.json").read_text())["resumed_from"].endswith("rollout_000002")
+    assert json.loads((world / "killed" / "summary.json").read_text())["resumed_from"].endswith("step_000002")
     one, other = (read_metrics(world / run / "metrics.jsonl") for run in ("whole", "killed"))
     assert _numbers(other) == _numbers(one)
 
