@@ -239,7 +239,7 @@ def test_a_resumed_run_keeps_its_settings(refused, tiny_paths: TinyPaths, tmp_pa
     flags = {**faultless(tiny_paths, tmp_path), "--resume": "latest"}
     config = launcher.read_flags([token for item in flags.items() for token in item])
     train, evaluation = (load_records(path).records for path in (tiny_paths.train_jsonl, tiny_paths.eval_jsonl))
-    settings = remembered(config, train, evaluation, weights=tiny_paths.model / "transformer")
+    settings = remembered(config, train, evaluation, weights=[tiny_paths.model / "transformer"])
     content = {"run": {"finished": 1}, "clock": {}, "settings": settings}
     CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=1).save(1, content, lambda _: None)
     launcher.check(config)
