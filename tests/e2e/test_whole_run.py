@@ -66,7 +66,7 @@ def test_the_newest_checkpoints_are_kept_and_nothing_half_written(finished_run: 
 def test_a_person_finds_curve_metrics_and_board(finished_run: Finished) -> None:
     assert (finished_run.folder / "reward.png").stat().st_size > 10_000
     assert list((finished_run.folder / "tensorboard").glob("events.*"))
-    assert "weight sync: version 3 (policy), 40 tensors, 20 prefixes, 0 unmapped" in finished_run.output
+    assert "weight sync: version 3 (policy), transformer: 40 tensors, 20 prefixes, 0 unmapped" in finished_run.output
 
 
 def test_the_exported_adapter_loads_with_diffusers_and_changes_the_model(
