@@ -1,0 +1,98 @@
+"""What the launcher finds out before anything starts: devices, memory, and whether a checkpoint can be continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from toy_clips import write_toy_clips
+
+from miles_wan.cluster.launch import output_lock
+from miles_wan.errors import InputError
+from miles_wan.supervised import launch, run
+from miles_wan.supervised.config import SftConfig
+from miles_wan.supervised.launch import check
+from miles_wan.supervised.settings import read_settings, recipe_path
+from miles_wan.tiny import make_tiny
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    make_tiny(folder / "tiny", family="wan2.2-t2v-a14b", train_records=1, eval_records=1)
+    write_toy_clips(folder / "clips", train=2, evaluation=1, frames=9)
+    return folder
+
+
+def settings(world: Path, output: Path, **changes: Any) -> SftConfig:
+    places = {
+        "model.path": str(world / "tiny" / "Wan2.2-T2V-A14B-tiny"),
+        "data.train": str(world / "clips" / "train.jsonl"),
+        "data.cache_dir": str(world / "cache"),
+        "eval.interval": 0,
+        "output_dir": str(output),
+    }
+    return read_settings([recipe_path("tiny")], places | {k.replace("__", "."): v for k, v in changes.items()})
+
+
+def faults(config: SftConfig) -> list[str]:
+    with pytest.raises(InputError) as raised:
+        check(config)
+    return list(raised.value.faults)
+
+
+@pytest.fixture
+def two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of torchrun on two machines of two devices each."""
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "cuda_device_bytes", lambda _: [80 * GIB] * 2)
+
+
+@pytest.mark.usefixtures("two_machines")
+def test_a_machine_needs_devices_for_its_own_ranks(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(world, tmp_path / "out", device="cuda", training__dp_size=4)
+    check(config)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    (fault,) = faults(config)
+    assert "3 ranks on this machine need as many CUDA devices, it shows 2; lower torchrun's --nproc-per-node" in fault
+
+
+@pytest.mark.usefixtures("two_machines")
+def test_ranks_share_the_memory_of_their_own_machine(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB))
+    given: list[int] = []
+    monkeypatch.setattr(launch, "model_faults", lambda *_, device_bytes: given.append(device_bytes) or [])
+    check(settings(world, tmp_path / "out", training__dp_size=4))
+    assert given == [32 * GIB]
+
+
+@pytest.mark.usefixtures("two_machines")
+def test_under_torchrun_a_device_list_is_refused(world: Path, tmp_path: Path) -> None:
+    (fault,) = faults(settings(world, tmp_path / "out", training__dp_size=4, cuda_visible_devices="0,1"))
+    assert fault.startswith("cuda_visible_devices: 0,1")
+    assert "start torchrun with CUDA_VISIBLE_DEVICES" in fault
+
+
+@pytest.mark.usefixtures("two_machines")
+def test_the_first_rank_of_torchrun_holds_the_output_folder(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locked(config: SftConfig) -> int:
+        with pytest.raises(InputError, match="is in use by the run"), output_lock(Path(config.output_dir)):
+            pass
+        return 0
+
+    monkeypatch.setattr(run, "run_rank", locked)
+    flags = ["--recipe", "tiny", "--model", str(world / "tiny" / "Wan2.2-T2V-A14B-tiny"), "--eval-interval", "0"]
+    flags += ["--data-jsonl", str(world / "clips" / "train.jsonl"), "--data.cache-dir", str(world / "cache")]
+    assert launch.main([*flags, "--output-dir", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "config.yaml").is_file()
