@@ -130,7 +130,7 @@ def check(config: SftConfig) -> None:
     try:
         folder = load_family(resolve_model(config.model.path))
         meaning = plan(config, folder)
-        faults += model_faults(config, folder, meaning.trained, device_bytes=device_bytes)
+        faults += model_faults(config, folder, meaning, device_bytes=device_bytes)
     except InputError as error:
         faults += [fault if "." in fault.partition(":")[0] else f"model.path: {fault}" for fault in error.faults]
     faults += output_faults(Path(config.output_dir), resume=config.resume is not None)

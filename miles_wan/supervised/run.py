@@ -73,9 +73,7 @@ class SupervisedRun:
         self._plan: Plan = plan(config, self._folder)
         self._library = ClipLibrary(config.data.cache_dir, self._folder, self._plan.clip, device=device)
         self._data = RunData(config, self._library)
-        self._trainer = SupervisedTrainer(
-            config, self._folder, self._library, device=device, everything=config.eval.videos > 0
-        )
+        self._trainer = SupervisedTrainer(config, self._folder, self._library, device=device, loaded=self._plan.loaded)
         experts = self._folder.routing
         self._draws = TrainingDraws(
             config,

@@ -25,12 +25,13 @@ _IMAGE_SHARES = {"none": 0.0, "first_frame": 0.5, "channels": 1.0}
 @dataclass(frozen=True)
 class Plan:
     """What the settings mean for one checkpoint: the clip cut from every video, the time shift of the draws, the share of
-    samples with a given first frame, and the trained components."""
+    samples with a given first frame, the trained components, and the loaded ones: sample videos need all."""
 
     clip: ClipFormat
     shift: float
     image_share: float
     trained: tuple[str, ...]
+    loaded: tuple[str, ...]
 
 
 def recipe_path(name: str) -> Path:
@@ -115,7 +116,7 @@ def plan(config: SftConfig, folder: ModelFolder) -> Plan:
         raise InputError(faults)
     clip = ClipFormat(sizes=tuple(sizes), num_frames=num_frames, fps=data.fps, stride=data.stride)
     shift = config.timesteps.shift if config.timesteps.shift is not None else family.flow_shift
-    return Plan(clip, shift, share, trained)
+    return Plan(clip, shift, share, trained, folder.experts if config.eval.videos else trained)
 
 
 def batch_equation(config: SftConfig) -> str:

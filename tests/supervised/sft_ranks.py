@@ -74,7 +74,7 @@ class Bench:
         device = torch.device("cpu")
         library = ClipLibrary(self.config.data.cache_dir, self.folder, self.plan.clip, device=device)
         self.clips: tuple[EncodedClip, ...] = library.encode(load_clips(self.config.data.train).records).clips
-        self.trainer = SupervisedTrainer(self.config, self.folder, library, device=device, everything=False)
+        self.trainer = SupervisedTrainer(self.config, self.folder, library, device=device, loaded=self.plan.loaded)
         self.source = TrainingDraws(
             self.config,
             len(self.clips),

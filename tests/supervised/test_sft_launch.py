@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,9 @@ from miles_wan.supervised.config import SftConfig
 from miles_wan.supervised.launch import check
 from miles_wan.supervised.settings import read_settings, recipe_path
 from miles_wan.tiny import make_tiny
+from miles_wan.training.mesh import estimate
+from miles_wan.wan.family import load_family
+from miles_wan.wan.model import meta_model
 
 GIB = 2**30
 
@@ -73,6 +77,30 @@ def test_ranks_share_the_memory_of_their_own_machine(
     monkeypatch.setattr(launch, "model_faults", lambda *_, device_bytes: given.append(device_bytes) or [])
     check(settings(world, tmp_path / "out", training__dp_size=4))
     assert given == [32 * GIB]
+
+
+@pytest.mark.parametrize(("videos", "named"), [(0, []), (1, ["training.dp_size = 2"])])
+def test_memory_is_that_of_the_loaded_experts(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, videos: int, named: list[str]
+) -> None:
+    """Room for the trained expert, in four copies, and half of what the other one takes."""
+    config = settings(
+        world, tmp_path / "out", model__train_experts="low", training__dp_size=2, eval__videos=videos, device="cuda"
+    )
+    folder = load_family(config.model.path)
+    one = estimate(meta_model(folder, dtype="fp32", names=["transformer_2"]), ranks=2)
+    room = 4 * one.weight_bytes + one.weight_bytes // 2 + one.gathered_bytes
+    monkeypatch.setattr(launch, "cuda_device_bytes", lambda _: [room] * 2)
+    found = faults(config) if named else check(config) or []
+    assert [fault.partition(":")[0] for fault in found] == named
+
+
+def test_weights_of_an_expert_that_is_not_loaded_are_checked(world: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(world / "tiny" / "Wan2.2-T2V-A14B-tiny", model)
+    (model / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    (fault,) = faults(settings(world, tmp_path / "out", model__path=str(model), model__train_experts="low"))
+    assert fault.startswith(f"model.path: {model / 'transformer'}")
 
 
 @pytest.mark.usefixtures("two_machines")
