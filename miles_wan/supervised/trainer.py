@@ -127,9 +127,13 @@ class SupervisedTrainer:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """The precision of every forward: whole transformers are float32 weights and compute in ``model.dtype``."""
+        """The precision of every forward: whole transformers are float32 weights and compute in ``model.dtype``. Casts of
+        weights are not kept: those of gathered blocks would add up to the whole transformer, unsharded, on every rank."""
         with torch.autocast(
-            self._device.type, torch.bfloat16, enabled=self.is_full and self._config.model.dtype == "bf16"
+            self._device.type,
+            torch.bfloat16,
+            enabled=self.is_full and self._config.model.dtype == "bf16",
+            cache_enabled=False,
         ):
             yield
 
