@@ -48,12 +48,23 @@ BAD_RECORDS = "bad_records.jsonl"
 
 @dataclass
 class Progress:
-    """How far the run is: ``finished`` optimizer steps, ``seconds`` of the loop, and the losses of the first validation."""
+    """How far the run is: ``finished`` optimizer steps, ``seconds`` of the loop, and the losses of the validation before
+    training and of the last one."""
 
     finished: int = 0
     seconds: float = 0.0
     first_validation: list[float] | None = None
     last_validation: list[float] | None = None
+
+    def validated(self, losses: list[float]) -> None:
+        """Keep the losses of a validation: one that was turned on at a resume is not the one before training."""
+        if self.finished == 0:
+            self.first_validation = losses
+        self.last_validation = losses
+
+    def forget_validation(self) -> None:
+        """A run that goes on without validation has no change to tell: its clips may be others when it is turned on again."""
+        self.first_validation = self.last_validation = None
 
 
 class SupervisedRun:
@@ -174,9 +185,7 @@ class SupervisedRun:
             return
         started = time.monotonic()
         losses = self._trainer.losses(self._validation, self._data.evaluation)
-        if progress.first_validation is None:
-            progress.first_validation = losses
-        progress.last_validation = losses
+        progress.validated(losses)
         metrics = validation_metrics(self._validation, losses, self._folder.routing)
         shown = self._data.evaluation[: self._config.eval.videos]
         if shown:
@@ -219,6 +228,8 @@ class SupervisedRun:
             ]
         if faults:
             raise InputError(faults)
+        if not self._config.eval.interval:
+            progress.forget_validation()
         checkpoint.load(path, self._trainer.state())
         if self._is_first:
             logger.info("resumed from %s", path)

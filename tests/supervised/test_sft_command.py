@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,6 +171,19 @@ def test_a_run_killed_twice_gives_the_same_curve(world: Path, whole: Any) -> Non
     assert json.loads((world / "killed" / "summary.json").read_text())["resumed_from"].endswith("step_000002")
     one, other = (read_metrics(world / run / "metrics.jsonl") for run in ("whole", "killed"))
     assert _numbers(other) == _numbers(one)
+
+
+def test_validation_can_be_turned_off_at_a_resume(world: Path, whole: Any) -> None:
+    assert whole.returncode == 0
+    shutil.copytree(world / "whole", world / "silent")
+    flags = ["--resume", "latest", "--eval-interval", "0", "--num-steps", str(STEPS + 1)]
+    ended = subprocess.run(
+        command(world, "silent", *flags), capture_output=True, text=True, env=environment(), timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    summary = json.loads((world / "silent" / "summary.json").read_text())
+    assert summary["steps"] == STEPS + 1
+    assert summary["validation_before"] is summary["validation_after"] is summary["validation_change"] is None
 
 
 def _numbers(history: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -17,6 +17,7 @@ from miles_wan.records import derived_seed
 from miles_wan.supervised.config import TIMESTEPS, SupervisedEvalConfig
 from miles_wan.supervised.draws import Draw
 from miles_wan.supervised.flops import Shape, forward_operations, known_peak
+from miles_wan.supervised.run import Progress
 from miles_wan.supervised.summary import loss_gain
 from miles_wan.supervised.validation import validation_draws, validation_metrics, validation_timesteps
 from miles_wan.tiny.checkpoint import make_transformer
@@ -107,6 +108,17 @@ def test_the_change_of_a_run_is_paired_over_clips() -> None:
         assert fields["validation_change"][part]["mean"] == pytest.approx(change)
         assert fields["validation_change"][part]["ci95"] == pytest.approx(0, abs=1e-12)
     assert loss_gain(draws, None, None, TWO)["validation_change"] is None
+
+
+def test_only_a_validation_before_training_is_called_so() -> None:
+    progress = Progress()
+    progress.validated([3.0])
+    progress.finished = 2
+    progress.validated([2.0])
+    assert (progress.first_validation, progress.last_validation) == ([3.0], [2.0])
+    late = Progress(finished=2)
+    late.validated([2.0])
+    assert (late.first_validation, late.last_validation) == (None, [2.0])
 
 
 def test_curves_become_a_picture(tmp_path: Path) -> None:
