@@ -123,14 +123,18 @@ def check(config: SftConfig) -> None:
     """All that can be known before anything starts. What can be trained on without is told and left out.
 
     Raises:
-        InputError: with every fault of model, data, devices and output folder.
+        InputError: with every fault of model, data, devices and output folder, and of the checkpoint to continue.
     """
+    from miles_wan.supervised.resume import saved_faults  # slow to import, and not needed for --help
+
     faults = _data_faults(config)
     device_bytes = _device_bytes(config, faults)
     try:
         folder = load_family(resolve_model(config.model.path))
         meaning = plan(config, folder)
         faults += model_faults(config, folder, meaning, device_bytes=device_bytes)
+        if config.resume is not None:
+            faults += saved_faults(config, weights=folder.transformer_folders)
     except InputError as error:
         faults += [fault if "." in fault.partition(":")[0] else f"model.path: {fault}" for fault in error.faults]
     faults += output_faults(Path(config.output_dir), resume=config.resume is not None)

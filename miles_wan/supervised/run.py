@@ -10,14 +10,13 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from miles_wan.cluster.checkpoints import CheckpointStore
 from miles_wan.data.clips import counted
 from miles_wan.errors import InputError, MilesWanError
 from miles_wan.faults import reach
@@ -27,7 +26,7 @@ from miles_wan.supervised.draws import Draw, TrainingDraws, counts
 from miles_wan.supervised.encode import ClipLibrary
 from miles_wan.supervised.export import export_adapters, export_transformers
 from miles_wan.supervised.log import RunLog
-from miles_wan.supervised.resume import remembered, resume_faults
+from miles_wan.supervised.resume import Progress, checkpoints, clips_remembered, remembered, resume_faults
 from miles_wan.supervised.settings import Plan, plan
 from miles_wan.supervised.summary import loss_gain, write_supervised_summary
 from miles_wan.supervised.throughput import Throughput
@@ -44,27 +43,6 @@ from miles_wan.wan.family import ModelFolder, load_family, resolve_model
 logger = logging.getLogger(__name__)
 
 BAD_RECORDS = "bad_records.jsonl"
-
-
-@dataclass
-class Progress:
-    """How far the run is: ``finished`` optimizer steps, ``seconds`` of the loop, and the losses of the validation before
-    training and of the last one."""
-
-    finished: int = 0
-    seconds: float = 0.0
-    first_validation: list[float] | None = None
-    last_validation: list[float] | None = None
-
-    def validated(self, losses: list[float]) -> None:
-        """Keep the losses of a validation: one that was turned on at a resume is not the one before training."""
-        if self.finished == 0:
-            self.first_validation = losses
-        self.last_validation = losses
-
-    def forget_validation(self) -> None:
-        """A run that goes on without validation has no change to tell: its clips may be others when it is turned on again."""
-        self.first_validation = self.last_validation = None
 
 
 class SupervisedRun:
@@ -103,13 +81,11 @@ class SupervisedRun:
         )
         self._videos = SampleVideos(config, self._plan, self._folder, self._library, self._trainer, device=device)
         self._throughput = Throughput(config, self._folder, device=device)
-        self._store = CheckpointStore(self._output / "checkpoints", keep_last=config.checkpoint.keep_last, unit="step")
-        self._settings = remembered(
-            config,
-            self._data.train,
-            self._data.evaluation,
-            weights=[self._folder.path / name for name in self._folder.experts],
-        )
+        self._store = checkpoints(config)
+        self._settings = {
+            **remembered(config, weights=self._folder.transformer_folders),
+            **clips_remembered(self._data.train, self._data.evaluation),
+        }
 
     def run(self) -> None:
         """Train to the end. Raises InputError where a checkpoint does not fit, MilesWanError for a fault of the run."""
@@ -219,15 +195,9 @@ class SupervisedRun:
             logger.warning("--resume: %s holds no complete checkpoint: the run starts from the beginning", self._output)
             return Progress(), None
         path, state = found
-        try:
-            progress = Progress(**state["progress"])
-            faults = resume_faults(state["settings"], self._settings, finished=progress.finished)
-        except (KeyError, TypeError) as error:
-            faults = [
-                f"--resume: {path / 'state.json'} is damaged ({error}); remove {path} to resume from the one before"
-            ]
-        if faults:
+        if faults := resume_faults(state, self._settings):
             raise InputError(faults)
+        progress = Progress(**state["progress"])
         if not self._config.eval.interval:
             progress.forget_validation()
         checkpoint.load(path, self._trainer.state())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from miles_wan.errors import InputError
 from miles_wan.supervised import launch, run
 from miles_wan.supervised.config import SftConfig
 from miles_wan.supervised.launch import check
+from miles_wan.supervised.resume import Progress, clips_remembered, remembered
 from miles_wan.supervised.settings import read_settings, recipe_path
 from miles_wan.tiny import make_tiny
 from miles_wan.training.mesh import estimate
@@ -124,3 +127,51 @@ def test_the_first_rank_of_torchrun_holds_the_output_folder(
     flags += ["--data-jsonl", str(world / "clips" / "train.jsonl"), "--data.cache-dir", str(world / "cache")]
     assert launch.main([*flags, "--output-dir", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "config.yaml").is_file()
+
+
+def saved(config: SftConfig, **changes: Any) -> Path:
+    """The folder of a checkpoint of ``config`` after two steps; ``changes`` are in its state."""
+    folder = Path(config.output_dir) / "checkpoints" / "step_000002"
+    folder.mkdir(parents=True)
+    weights = load_family(config.model.path).transformer_folders
+    settings = {**remembered(config, weights=weights), **clips_remembered((), ())}
+    state = {"progress": asdict(Progress(finished=2)), "settings": settings, **changes}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+def test_a_checkpoint_of_another_run_is_refused_before_anything_starts(world: Path, tmp_path: Path) -> None:
+    saved(settings(world, tmp_path))
+    check(settings(world, tmp_path, resume="latest", training__num_steps=400, training__micro_batch_size=1))
+    model = tmp_path / "model"
+    shutil.copytree(world / "tiny" / "Wan2.2-T2V-A14B-tiny", model)
+    weights = "diffusion_pytorch_model.safetensors"
+    shutil.copy(model / "transformer" / weights, model / "transformer_2" / weights)
+    other = settings(world, tmp_path, resume="latest", seed=1, training__num_steps=1, model__path=str(model))
+    found = faults(other)
+    for part in (
+        "seed is 1, the run was started with 0",
+        "num_steps is 1, and 2 steps are finished",
+        "weights are not",
+    ):
+        assert sum(part in fault for fault in found) == 1, part
+    assert len(found) == 3
+
+
+def test_a_refused_resume_leaves_the_configuration_of_the_run(world: Path, tmp_path: Path) -> None:
+    saved(settings(world, tmp_path))
+    (tmp_path / "config.yaml").write_text("of the run")
+    flags = ["--recipe", "tiny", "--model", str(world / "tiny" / "Wan2.2-T2V-A14B-tiny"), "--eval-interval", "0"]
+    flags += ["--data-jsonl", str(world / "clips" / "train.jsonl"), "--data.cache-dir", str(world / "cache")]
+    assert launch.main([*flags, "--output-dir", str(tmp_path), "--resume", "latest", "--seed", "1"]) == 2
+    assert (tmp_path / "config.yaml").read_text() == "of the run"
+
+
+def test_a_damaged_checkpoint_is_told_before_anything_starts(world: Path, tmp_path: Path) -> None:
+    folder = saved(settings(world, tmp_path), progress={"finished": 2, "unknown": 1})
+    config = settings(world, tmp_path, resume="latest")
+    assert "state.json of the newest checkpoint is damaged" in faults(config)[0]
+    (folder / "state.json").write_text("{")
+    assert "cannot be read" in faults(config)[0]
+    (folder / "state.json").unlink()
+    assert "lacks its state.json" in faults(config)[0]

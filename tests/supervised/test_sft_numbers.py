@@ -17,7 +17,7 @@ from miles_wan.records import derived_seed
 from miles_wan.supervised.config import TIMESTEPS, SupervisedEvalConfig
 from miles_wan.supervised.draws import Draw
 from miles_wan.supervised.flops import Shape, forward_operations, known_peak
-from miles_wan.supervised.run import Progress
+from miles_wan.supervised.resume import Progress
 from miles_wan.supervised.summary import loss_gain
 from miles_wan.supervised.validation import validation_draws, validation_metrics, validation_timesteps
 from miles_wan.tiny.checkpoint import make_transformer
