@@ -102,8 +102,9 @@ class ClipLibrary:
         ]
         keys = [self._clip_key(record, videos.get(record.video_path), vae) for record in records]
         text_keys = [self._text_key(record.caption) for record in records]
+        computed = _gathered(self._digests.computed)
         if _rank() == 0:
-            self._digests.save()
+            self._digests.save(computed)
         clips, made = self._filled(dict(zip(keys, records, strict=True)), self._clips)
         wanted = ["", *prompts, *(record.caption for record in records)]
         texts, texts_made = self._filled({self._text_key(prompt): prompt for prompt in wanted}, self._texts)

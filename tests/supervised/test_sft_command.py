@@ -41,6 +41,8 @@ BAD = {
     7: "no_caption",
     8: "no_caption",
 }
+# the empty one is told by its size, the good one lacks its caption
+UNREAD = {"empty.mp4", "good.mp4"}
 NOTES = {"turned": 1, "variable_frame_rate": 1, "other_language": 1}
 
 
@@ -130,6 +132,9 @@ def test_every_bad_record_is_named_and_counted_and_none_ends_the_run(world: Path
     named = [json.loads(line) for line in (world / "whole" / "bad_records.jsonl").read_text().splitlines()]
     places = {int(entry["source"].rsplit(":", 1)[1]) - GOOD: entry["kind"] for entry in named}
     assert places == BAD
+    digests = json.loads((world / "cache" / "digests.json").read_text())
+    read = {Path(path).name for path in digests if path.endswith((".mp4", ".webm"))}
+    assert read == {path.name for path in (world / "clips").iterdir() if path.suffix in (".mp4", ".webm")} - UNREAD
     for number in BAD:
         assert f"train.jsonl:{GOOD + number}:" in whole.stderr
 
