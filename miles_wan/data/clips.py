@@ -36,6 +36,7 @@ BAD_KINDS: Mapping[str, str] = {
 NOTE_KINDS: Mapping[str, str] = {
     "duplicate": "lines that repeat an earlier one (left out)",
     "other_language": "captions in another script than most (kept)",
+    "cut_caption": "captions longer than the text encoder takes, whose end is cut off",
     "turned": "videos turned upright by their rotation",
     "variable_frame_rate": "videos of variable frame rate, taken by their time stamps",
     "repeated_frames": "videos slower than data.fps, whose frames repeat",
