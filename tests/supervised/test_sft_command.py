@@ -40,6 +40,7 @@ BAD = {
     6: "odd_rotation",
     7: "no_caption",
     8: "no_caption",
+    12: "duplicate",  # behind the odd ones
 }
 # the empty one is told by its size, the good one lacks its caption
 UNREAD = {"empty.mp4", "good.mp4"}
@@ -52,7 +53,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny(folder / "tiny", family="wan2.2-t2v-a14b", train_records=1, eval_records=1)
     train, _ = write_toy_clips(folder / "clips", train=GOOD, evaluation=2, frames=9)
     with train.open("a") as file:
-        for line in bad_lines(folder / "clips") + odd_lines(folder / "clips"):
+        for line in (*bad_lines(folder / "clips"), *(odd := odd_lines(folder / "clips")), odd[0]):
             file.write(json.dumps(line) + "\n")
     return folder
 

@@ -1,4 +1,4 @@
-"""What the launcher finds out before anything starts: devices, memory, and whether a checkpoint can be continued."""
+"""What the launcher finds out before anything starts: devices, memory, and whether a checkpoint can be continued; what is told of the data."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from toy_clips import write_toy_clips
 
 from miles_wan.cluster.launch import output_lock
 from miles_wan.errors import InputError
 from miles_wan.supervised import launch, run
 from miles_wan.supervised.config import SftConfig
+from miles_wan.supervised.dataset import RunData
+from miles_wan.supervised.encode import ClipLibrary
 from miles_wan.supervised.launch import check
 from miles_wan.supervised.resume import Progress, clips_remembered, remembered
-from miles_wan.supervised.settings import read_settings, recipe_path
+from miles_wan.supervised.settings import plan, read_settings, recipe_path
 from miles_wan.tiny import make_tiny
 from miles_wan.training.mesh import estimate
 from miles_wan.wan.family import load_family
@@ -127,6 +130,28 @@ def test_the_first_rank_of_torchrun_holds_the_output_folder(
     flags += ["--data-jsonl", str(world / "clips" / "train.jsonl"), "--data.cache-dir", str(world / "cache")]
     assert launch.main([*flags, "--output-dir", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "config.yaml").is_file()
+
+
+def test_captions_that_are_skipped_are_told_as_left_out(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = world / "clips" / "train.jsonl"
+    first = json.loads(good.read_text().splitlines()[0])
+    video = str(good.parent / first["video_path"])
+    data = tmp_path / "data.jsonl"
+    captions = ("a red circle", "a blue circle", "红色的圆", "a red circle")
+    data.write_text("".join(json.dumps({"video_path": video, "input": caption}) + "\n" for caption in captions))
+    for skipped, kinds in ((False, ["duplicate"]), (True, ["duplicate", "other_language"])):
+        caplog.clear()
+        config = settings(world, tmp_path / "out", data__train=str(data), data__skip_other_languages=skipped)
+        folder = load_family(config.model.path)
+        library = ClipLibrary(config.data.cache_dir, folder, plan(config, folder).clip, device=torch.device("cpu"))
+        with caplog.at_level("INFO"):
+            RunData(config, library).tell(tmp_path / "bad.jsonl")
+        told = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+        assert [line["kind"] for line in told] == kinds
+        (sentence,) = (record.getMessage() for record in caplog.records if "other_language" in record.getMessage())
+        assert ("kept" in sentence, "left out" in sentence) == (not skipped, skipped)
 
 
 def saved(config: SftConfig, **changes: Any) -> Path:
