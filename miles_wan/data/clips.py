@@ -32,10 +32,11 @@ BAD_KINDS: Mapping[str, str] = {
     "no_video_stream": "files without a video stream",
     "odd_rotation": "videos turned by something else than quarter turns",
     "too_few_frames": "videos with too few frames",
+    "duplicate": "lines that repeat an earlier one",
 }
 NOTE_KINDS: Mapping[str, str] = {
-    "duplicate": "lines that repeat an earlier one (left out)",
-    "other_language": "captions in another script than most (kept)",
+    "other_language": "captions in another script than most",
+    "cut_caption": "captions longer than the text encoder takes, whose end is cut off",
     "turned": "videos turned upright by their rotation",
     "variable_frame_rate": "videos of variable frame rate, taken by their time stamps",
     "repeated_frames": "videos slower than data.fps, whose frames repeat",
@@ -99,7 +100,7 @@ def load_clips(path: str | Path) -> ClipSet:
     if not records:
         raise InputError([f"{finding.source}: {finding.text}" for finding in bad])
     kept, repeated = _without_duplicates(records)
-    return ClipSet(path, tuple(kept), bad, (*repeated, *_foreign(kept)))
+    return ClipSet(path, tuple(kept), (*bad, *repeated), _foreign(kept))
 
 
 def summarised(findings: Sequence[Finding], *, named: int = 5) -> list[str]:
@@ -229,15 +230,15 @@ def _without_duplicates(records: Sequence[ClipRecord]) -> tuple[list[ClipRecord]
     return list(first.values()), repeated
 
 
-def _foreign(records: Sequence[ClipRecord]) -> list[Finding]:
+def _foreign(records: Sequence[ClipRecord]) -> tuple[Finding, ...]:
     """Records whose caption is written in another script than those of most. Languages of one script are not told apart."""
     scripts = [script_of(record.caption) for record in records]
     usual = Counter(script for script in scripts if script is not None).most_common(1)
-    return [
+    return tuple(
         Finding(record.source, "other_language", f"is written in {script}, most captions in {usual[0][0]}")
         for record, script in zip(records, scripts, strict=True)
         if script is not None and script != usual[0][0]
-    ]
+    )
 
 
 def script_of(text: str) -> str | None:

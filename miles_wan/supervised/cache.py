@@ -97,6 +97,7 @@ class FileDigests:
     def __init__(self, memory: Path) -> None:
         self._memory = memory
         self._known: dict[str, list[Any]] = _read(memory)
+        self._computed: dict[str, list[Any]] = {}
 
     def of(self, paths: Iterable[str]) -> dict[str, str]:
         """Path -> sha256 of the bytes. A file that cannot be read has none and is left out."""
@@ -105,8 +106,15 @@ class FileDigests:
             found = dict(zip(wanted, pool.map(self._digest, wanted), strict=True))
         return {path: digest for path, digest in found.items() if digest is not None}
 
-    def save(self) -> None:
-        """Remember what was computed. Call it in one process."""
+    @property
+    def computed(self) -> Mapping[str, list[Any]]:
+        """What this process had to compute: size, time and digest by path."""
+        return self._computed
+
+    def save(self, others: Iterable[Mapping[str, list[Any]]] = ()) -> None:
+        """Remember what was computed, here and by ``others``. Call it in one process."""
+        for computed in others:
+            self._known |= computed
         with replacing(self._memory, durable=False) as temporary:
             temporary.write_text(json.dumps(self._known), encoding="utf-8")
 
@@ -120,7 +128,7 @@ class FileDigests:
             digest = _file_digest(Path(path))
         except OSError:
             return None
-        self._known[path] = [*state, digest]
+        self._known[path] = self._computed[path] = [*state, digest]
         return digest
 
 

@@ -62,7 +62,7 @@ class RunData:
             for sentence in summarised(self.bad[name]):
                 logger.warning("%s: left out: %s", name, sentence)
             for sentence in summarised(self.notes[name]):
-                logger.info("%s: %s", name, sentence)
+                logger.info("%s: kept: %s", name, sentence)
         lines = [{"data": name, **asdict(finding)} for name, findings in self.bad.items() for finding in findings]
         with replacing(file) as temporary:
             temporary.write_text(

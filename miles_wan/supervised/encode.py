@@ -23,7 +23,7 @@ from miles_wan.supervised.cache import EncodingCache, FileDigests, component_dig
 from miles_wan.wan.conditioning import image_channels
 from miles_wan.wan.facts import ImageConditioning
 from miles_wan.wan.family import ModelFolder
-from miles_wan.wan.text import PromptEncoder, padded
+from miles_wan.wan.text import MAX_TOKENS, PromptEncoder, padded
 from miles_wan.wan.video import VideoCodec, image_pixels, pixels_of
 
 logger = logging.getLogger(__name__)
@@ -32,21 +32,19 @@ DIGESTS = "digests.json"
 # Items of a rank between two meetings of all ranks.
 _ROUND = 32
 
-# What is remembered of an entry: size and notes of a clip, tokens of a caption; or the faults of a clip that makes none.
+# What is remembered of an entry: size and notes of a clip, tokens of a caption before it is cut; or the faults of a clip that makes none.
 Notes = Mapping[str, Any]
 Encode = Callable[[], AbstractContextManager[Callable[[str, Any], Notes]]]
 
 
 @dataclass(frozen=True)
 class EncodedClip:
-    """One clip in the cache: the keys of its latents and of its caption's embeddings; ``size`` (width, height) in pixels and
-    ``text_tokens`` of its caption."""
+    """One clip in the cache: the keys of its latents and of its caption's embeddings; ``size`` (width, height) in pixels."""
 
     record: ClipRecord
     clip_key: str
     text_key: str
     size: tuple[int, int]
-    text_tokens: int
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,9 @@ class ClipLibrary:
         ]
         keys = [self._clip_key(record, videos.get(record.video_path), vae) for record in records]
         text_keys = [self._text_key(record.caption) for record in records]
+        computed = _gathered(self._digests.computed)
         if _rank() == 0:
-            self._digests.save()
+            self._digests.save(computed)
         clips, made = self._filled(dict(zip(keys, records, strict=True)), self._clips)
         wanted = ["", *prompts, *(record.caption for record in records)]
         texts, texts_made = self._filled({self._text_key(prompt): prompt for prompt in wanted}, self._texts)
@@ -115,8 +114,10 @@ class ClipLibrary:
                 bad += findings
                 continue
             notes += findings
+            if (tokens := texts[text_key]["tokens"]) > MAX_TOKENS:
+                notes.append(Finding(record.source, "cut_caption", f"is cut from {tokens} tokens to {MAX_TOKENS}"))
             width, height = found["size"]
-            encoded.append(EncodedClip(record, key, text_key, (width, height), int(texts[text_key]["tokens"])))
+            encoded.append(EncodedClip(record, key, text_key, (width, height)))
         return EncodedSet(tuple(encoded), tuple(bad), tuple(notes), len(clips) + len(texts), made + texts_made)
 
     def load(self, clip: EncodedClip, *, with_text: bool = True) -> ClipTensors:
@@ -187,7 +188,7 @@ class ClipLibrary:
 
         def one(key: str, prompt: str) -> Notes:
             (embeds,) = encoder.encode_tokens([prompt])
-            notes = {"tokens": len(embeds)}
+            notes = {"tokens": encoder.token_count(prompt)}
             self._cache.store(key, {"embeds": embeds}, notes)
             return notes
 

@@ -56,7 +56,7 @@ class SftFlags:
     eval_interval: Annotated[int | None, _flag("N")] = None
     """Validate before training, every N steps and at the end; 0 never."""
     num_gpus: Annotated[int | None, _flag("N")] = None
-    """FSDP2 ranks, one per device. On a CPU these are processes."""
+    """FSDP2 ranks, one per device. On a CPU these are processes. Under torchrun it says how many."""
     cuda_visible_devices: Annotated[str | None, _flag("LIST")] = None
     """Which GPUs, for example 0,1,2,3."""
     device: Annotated[Literal["cpu", "cuda"] | None, _flag("cpu|cuda")] = None
@@ -123,14 +123,18 @@ def check(config: SftConfig) -> None:
     """All that can be known before anything starts. What can be trained on without is told and left out.
 
     Raises:
-        InputError: with every fault of model, data, devices and output folder.
+        InputError: with every fault of model, data, devices and output folder, and of the checkpoint to continue.
     """
+    from miles_wan.supervised.resume import saved_faults  # slow to import, and not needed for --help
+
     faults = _data_faults(config)
     device_bytes = _device_bytes(config, faults)
     try:
         folder = load_family(resolve_model(config.model.path))
         meaning = plan(config, folder)
-        faults += model_faults(config, folder, meaning.trained, device_bytes=device_bytes)
+        faults += model_faults(config, folder, meaning, device_bytes=device_bytes)
+        if config.resume is not None:
+            faults += saved_faults(config, weights=folder.transformer_folders)
     except InputError as error:
         faults += [fault if "." in fault.partition(":")[0] else f"model.path: {fault}" for fault in error.faults]
     faults += output_faults(Path(config.output_dir), resume=config.resume is not None)
@@ -162,8 +166,15 @@ def _data_faults(config: SftConfig) -> list[str]:
 
 
 def _device_bytes(config: SftConfig, faults: list[str]) -> int | None:
-    """Memory that one rank may use; None where there is no device for it."""
-    ranks = config.training.dp_size
+    """Memory that one rank may use; None where there is no device for it. Under torchrun, WORLD_SIZE counts the ranks of all
+    machines and LOCAL_WORLD_SIZE those of this one."""
+    under_torchrun = "WORLD_SIZE" in os.environ
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun else config.training.dp_size
+    if under_torchrun and config.cuda_visible_devices is not None:
+        faults.append(
+            f"cuda_visible_devices: {config.cuda_visible_devices} is too late under torchrun, which has started the ranks "
+            "already; leave it out and start torchrun with CUDA_VISIBLE_DEVICES"
+        )
     if config.device == "cpu":
         return int(psutil.virtual_memory().total) // ranks
     environment = dict(os.environ)
@@ -171,9 +182,10 @@ def _device_bytes(config: SftConfig, faults: list[str]) -> int | None:
         environment["CUDA_VISIBLE_DEVICES"] = config.cuda_visible_devices
     found = cuda_device_bytes(environment)
     if len(found) < ranks:
+        lower = "torchrun's --nproc-per-node" if under_torchrun else "--num-gpus"
         faults.append(
-            f"training.dp_size: {ranks} ranks need as many CUDA devices, this machine shows {len(found)}; lower --num-gpus, or "
-            "choose --device cpu"
+            f"training.dp_size: {ranks} ranks on this machine need as many CUDA devices, it shows {len(found)}; lower {lower}, "
+            "or choose --device cpu"
         )
     return min(found, default=None)
 
@@ -207,14 +219,15 @@ def _start_ranks(config: SftConfig, path: Path) -> int:
 
 
 def _be_a_rank(config: SftConfig) -> int:
-    """Under torchrun: the first rank checks, the others wait for it in the process group."""
+    """Under torchrun: the first rank checks and holds the output folder, the others wait for it in the process group."""
     from miles_wan.supervised.run import run_rank
 
-    if os.environ["RANK"] == "0":
-        check(config)
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    if os.environ["RANK"] != "0":
+        return run_rank(config)
+    check(config)
+    with output_lock(Path(config.output_dir)):
         dump_config(config, Path(config.output_dir) / "config.yaml")
-    return run_rank(config)
+        return run_rank(config)
 
 
 def _prepare_environment(config: SftConfig) -> None:

@@ -4,20 +4,19 @@ settings and a model folder. Out: faults. It reads headers and builds on the met
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from miles_wan.errors import InputError
 from miles_wan.supervised.config import SftConfig
+from miles_wan.supervised.settings import Plan
 from miles_wan.wan.family import ModelFolder
 
 
-def model_faults(
-    config: SftConfig, folder: ModelFolder, trained: Sequence[str], *, device_bytes: int | None
-) -> list[str]:
-    """Every fault of weights, adapters and memory.
+def model_faults(config: SftConfig, folder: ModelFolder, plan: Plan, *, device_bytes: int | None) -> list[str]:
+    """Every fault of weights (of all transformers), of adapters, and of the memory that the loaded ones take.
 
     Args:
+        plan: what ``config`` means for ``folder``.
         device_bytes: memory of the smallest device; None where it is not known.
     """
     from miles_wan.training.mesh import estimate, mesh_faults  # these are slow to import
@@ -33,11 +32,12 @@ def model_faults(
         stored = meta_model(folder, dtype=dtype)
     except InputError as error:
         return [*faults, *(f"model.path: {fault}" for fault in error.faults)]
-    model = stored if full else meta_model(folder, dtype=dtype, quantization=settings.quantization)
+    for name, transformer in stored.items():
+        faults += [f"model.path: {fault}" for fault in weight_file_faults(folder.path / name, transformer)]
+    model = meta_model(folder, dtype=dtype, quantization=settings.quantization, names=plan.loaded)
     for name, transformer in model.items():
-        faults += [f"model.path: {fault}" for fault in weight_file_faults(folder.path / name, stored[name])]
-        transformer.requires_grad_(full and name in trained)
-        if full or name not in trained:
+        transformer.requires_grad_(full and name in plan.trained)
+        if full or name not in plan.trained:
             continue
         try:
             inject_lora(

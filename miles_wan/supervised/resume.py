@@ -1,5 +1,5 @@
-"""Whether a run continues the one that saved a checkpoint. In: settings and data, now and then. Out: what to save, or the
-faults. A curve that changes its law in the middle is nobody's result.
+"""Whether a run continues the one that saved a checkpoint. In: progress, settings and data, now and then. Out: what to save, or
+the faults. A curve that changes its law in the middle is nobody's result.
 """
 
 from __future__ import annotations
@@ -7,10 +7,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_wan.cluster.checkpoints import CheckpointStore
 from miles_wan.cluster.resume import fingerprint
+from miles_wan.errors import CheckpointError
 from miles_wan.supervised.config import SftConfig
 from miles_wan.supervised.encode import EncodedClip
 
@@ -36,30 +39,71 @@ FREE = (
 )
 
 
-def remembered(
-    config: SftConfig, train: Sequence[EncodedClip], evaluation: Sequence[EncodedClip], *, weights: Sequence[Path]
-) -> dict[str, Any]:
-    """What a checkpoint keeps of its run, as JSON.
+@dataclass
+class Progress:
+    """How far the run is: ``finished`` optimizer steps, ``seconds`` of the loop, and the losses of the validation before
+    training and of the last one."""
+
+    finished: int = 0
+    seconds: float = 0.0
+    first_validation: list[float] | None = None
+    last_validation: list[float] | None = None
+
+    def validated(self, losses: list[float]) -> None:
+        """Keep the losses of a validation: one that was turned on at a resume is not the one before training."""
+        if self.finished == 0:
+            self.first_validation = losses
+        self.last_validation = losses
+
+    def forget_validation(self) -> None:
+        """A run that goes on without validation has no change to tell: its clips may be others when it is turned on again."""
+        self.first_validation = self.last_validation = None
+
+
+def remembered(config: SftConfig, *, weights: Sequence[Path]) -> dict[str, Any]:
+    """What a checkpoint keeps of its run, as JSON, and is known before anything is encoded.
 
     Args:
-        train, evaluation: encoded clips; their keys say what is in them, wherever the files lie.
         weights: folders of the transformers' weight files.
     """
-    return {
-        "config": config.model_dump(mode="json"),
-        "weights": [fingerprint(path) for path in weights],
-        "train": _digest(train),
-        "eval": _digest(evaluation),
-    }
+    return {"config": config.model_dump(mode="json"), "weights": [fingerprint(path) for path in weights]}
 
 
-def resume_faults(saved: Mapping[str, Any], now: Mapping[str, Any], *, finished: int) -> list[str]:
-    """Why a run with the settings ``now`` is not the continuation of the one with ``saved``, both from ``remembered``.
+def clips_remembered(train: Sequence[EncodedClip], evaluation: Sequence[EncodedClip]) -> dict[str, Any]:
+    """What it keeps of the encoded clips: their keys say what is in them, wherever the files lie."""
+    return {"train": _digest(train), "eval": _digest(evaluation)}
+
+
+def checkpoints(config: SftConfig) -> CheckpointStore:
+    """The checkpoints in the output folder."""
+    return CheckpointStore(Path(config.output_dir) / "checkpoints", keep_last=config.checkpoint.keep_last, unit="step")
+
+
+def saved_faults(config: SftConfig, *, weights: Sequence[Path]) -> list[str]:
+    """Why the newest checkpoint in the output folder cannot be continued, as far as is known before the clips are encoded;
+    nothing where there is none."""
+    store = checkpoints(config)
+    try:
+        found = store.latest()
+    except CheckpointError as error:
+        return [str(error)]
+    if found is None:
+        return [
+            f"--resume: {path} lacks its state.json and there is no whole checkpoint; remove it to start from the beginning"
+            for path in store.damaged()
+        ]
+    return resume_faults(found[1], remembered(config, weights=weights))
+
+
+def resume_faults(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Why a run with the settings ``now`` is not the continuation of the run that saved ``state``.
 
     Args:
-        finished: optimizer steps of the checkpoint.
+        state: a checkpoint's, with ``Progress`` under "progress", ``remembered`` and ``clips_remembered`` under "settings".
+        now: from ``remembered``; clips are compared if ``clips_remembered`` is in it, too.
     """
     try:
+        saved, finished = state["settings"], Progress(**state["progress"]).finished
         before, after = _flat(saved["config"]), _flat(now["config"])
         faults = [
             f"--resume: {key} is {after.get(key)!r}, the run was started with {before.get(key)!r}; set it back, or start anew with "
@@ -81,9 +125,10 @@ def resume_faults(saved: Mapping[str, Any], now: Mapping[str, Any], *, finished:
                 f"{before['training.dp_size']} ranks; give at most that many"
             )
         for key, what in (("weights", "the transformers' weights"), ("train", "the training clips that can be used")):
-            if saved[key] != now[key]:
+            if key in now and saved[key] != now[key]:
                 faults.append(f"--resume: {what} are not those the run was started with; give the same ones")
-        if after["eval.interval"] and before["eval.interval"] and saved["eval"] != now["eval"]:
+        validates = after["eval.interval"] and before["eval.interval"]
+        if validates and "eval" in now and saved["eval"] != now["eval"]:
             faults.append("--resume: the validation clips are not those the run was started with; give the same ones")
         return faults
     except (KeyError, TypeError, ValueError, AttributeError) as error:

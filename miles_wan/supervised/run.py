@@ -10,14 +10,13 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from miles_wan.cluster.checkpoints import CheckpointStore
 from miles_wan.data.clips import counted
 from miles_wan.errors import InputError, MilesWanError
 from miles_wan.faults import reach
@@ -27,7 +26,7 @@ from miles_wan.supervised.draws import Draw, TrainingDraws, counts
 from miles_wan.supervised.encode import ClipLibrary
 from miles_wan.supervised.export import export_adapters, export_transformers
 from miles_wan.supervised.log import RunLog
-from miles_wan.supervised.resume import remembered, resume_faults
+from miles_wan.supervised.resume import Progress, checkpoints, clips_remembered, remembered, resume_faults
 from miles_wan.supervised.settings import Plan, plan
 from miles_wan.supervised.summary import loss_gain, write_supervised_summary
 from miles_wan.supervised.throughput import Throughput
@@ -44,16 +43,6 @@ from miles_wan.wan.family import ModelFolder, load_family, resolve_model
 logger = logging.getLogger(__name__)
 
 BAD_RECORDS = "bad_records.jsonl"
-
-
-@dataclass
-class Progress:
-    """How far the run is: ``finished`` optimizer steps, ``seconds`` of the loop, and the losses of the first validation."""
-
-    finished: int = 0
-    seconds: float = 0.0
-    first_validation: list[float] | None = None
-    last_validation: list[float] | None = None
 
 
 class SupervisedRun:
@@ -73,9 +62,7 @@ class SupervisedRun:
         self._plan: Plan = plan(config, self._folder)
         self._library = ClipLibrary(config.data.cache_dir, self._folder, self._plan.clip, device=device)
         self._data = RunData(config, self._library)
-        self._trainer = SupervisedTrainer(
-            config, self._folder, self._library, device=device, everything=config.eval.videos > 0
-        )
+        self._trainer = SupervisedTrainer(config, self._folder, self._library, device=device, loaded=self._plan.loaded)
         experts = self._folder.routing
         self._draws = TrainingDraws(
             config,
@@ -94,13 +81,11 @@ class SupervisedRun:
         )
         self._videos = SampleVideos(config, self._plan, self._folder, self._library, self._trainer, device=device)
         self._throughput = Throughput(config, self._folder, device=device)
-        self._store = CheckpointStore(self._output / "checkpoints", keep_last=config.checkpoint.keep_last, unit="step")
-        self._settings = remembered(
-            config,
-            self._data.train,
-            self._data.evaluation,
-            weights=[self._folder.path / name for name in self._folder.experts],
-        )
+        self._store = checkpoints(config)
+        self._settings = {
+            **remembered(config, weights=self._folder.transformer_folders),
+            **clips_remembered(self._data.train, self._data.evaluation),
+        }
 
     def run(self) -> None:
         """Train to the end. Raises InputError where a checkpoint does not fit, MilesWanError for a fault of the run."""
@@ -176,9 +161,7 @@ class SupervisedRun:
             return
         started = time.monotonic()
         losses = self._trainer.losses(self._validation, self._data.evaluation)
-        if progress.first_validation is None:
-            progress.first_validation = losses
-        progress.last_validation = losses
+        progress.validated(losses)
         metrics = validation_metrics(self._validation, losses, self._folder.routing)
         shown = self._data.evaluation[: self._config.eval.videos]
         if shown:
@@ -212,15 +195,11 @@ class SupervisedRun:
             logger.warning("--resume: %s holds no complete checkpoint: the run starts from the beginning", self._output)
             return Progress(), None
         path, state = found
-        try:
-            progress = Progress(**state["progress"])
-            faults = resume_faults(state["settings"], self._settings, finished=progress.finished)
-        except (KeyError, TypeError) as error:
-            faults = [
-                f"--resume: {path / 'state.json'} is damaged ({error}); remove {path} to resume from the one before"
-            ]
-        if faults:
+        if faults := resume_faults(state, self._settings):
             raise InputError(faults)
+        progress = Progress(**state["progress"])
+        if not self._config.eval.interval:
+            progress.forget_validation()
         checkpoint.load(path, self._trainer.state())
         if self._is_first:
             logger.info("resumed from %s", path)

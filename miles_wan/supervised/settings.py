@@ -25,12 +25,15 @@ _IMAGE_SHARES = {"none": 0.0, "first_frame": 0.5, "channels": 1.0}
 @dataclass(frozen=True)
 class Plan:
     """What the settings mean for one checkpoint: the clip cut from every video, the time shift of the draws, the share of
-    samples with a given first frame, and the trained components."""
+    samples with a given first frame, the trained components, the loaded ones (sample videos need all), and the guidance
+    scales of sample videos."""
 
     clip: ClipFormat
     shift: float
     image_share: float
     trained: tuple[str, ...]
+    loaded: tuple[str, ...]
+    guidance: tuple[float, float | None]
 
 
 def recipe_path(name: str) -> Path:
@@ -109,13 +112,26 @@ def plan(config: SftConfig, folder: ModelFolder) -> Plan:
             f"timesteps.high_share is {config.timesteps.high_share:g}, but {len(trained)} expert is trained: it gets all draws; "
             "leave it out"
         )
-    if config.eval.guidance_scale_2 is not None and len(family.experts) == 1:
-        faults.append(f"eval.guidance_scale_2 is given, but {family.name} has a single transformer; leave it out")
+    guidance = _guidance(config, folder, faults)
     if faults:
         raise InputError(faults)
     clip = ClipFormat(sizes=tuple(sizes), num_frames=num_frames, fps=data.fps, stride=data.stride)
     shift = config.timesteps.shift if config.timesteps.shift is not None else family.flow_shift
-    return Plan(clip, shift, share, trained)
+    return Plan(clip, shift, share, trained, folder.experts if config.eval.videos else trained, guidance)
+
+
+def _guidance(config: SftConfig, folder: ModelFolder, faults: list[str]) -> tuple[float, float | None]:
+    """Guidance scales of sample videos: those of the model where the settings give none."""
+    family, first, second = folder.family, config.eval.guidance_scale, config.eval.guidance_scale_2
+    if second is not None and len(family.experts) == 1:
+        faults.append(f"eval.guidance_scale_2 is given, but {family.name} has a single transformer; leave it out")
+        return family.guidance_scale, None
+    pair = (family.guidance_scale if first is None else first, family.guidance_scale_2 if second is None else second)
+    try:
+        folder.routing.guidance(*pair)
+    except ValueError as error:
+        faults.append(f"eval.guidance_scale, eval.guidance_scale_2: {error}; give both")
+    return pair
 
 
 def batch_equation(config: SftConfig) -> str:

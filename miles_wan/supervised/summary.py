@@ -34,7 +34,7 @@ SUPERVISED_FIELDS: Mapping[str, str] = {
     "cache_entries_made": "Those of them that this start had to encode",
     "exported": "Folders of the trained weights",
     "resumed_from": "Checkpoint that this run continued from; null if none",
-    "validation_before": "Validation loss before training: of everything (all) and of each expert; null without validation",
+    "validation_before": "Validation loss before training: of everything (all) and of each expert; null if validation was off before training or at the end",
     "validation_after": "The same at the end",
     "validation_change": "Mean of after minus before with the half-width of its 95 % interval, paired over the clips",
 }
@@ -43,7 +43,7 @@ SUPERVISED_FIELDS: Mapping[str, str] = {
 def loss_gain(
     draws: Sequence[Draw], before: Sequence[float] | None, after: Sequence[float] | None, experts: Experts
 ) -> dict[str, Any]:
-    """The fields ``validation_...`` of two validations with the same draws."""
+    """The fields ``validation_...`` of two validations with the same draws, null if one of the two was not made."""
     if before is None or after is None:
         return dict.fromkeys(("validation_before", "validation_after", "validation_change"))
     parts: dict[str, list[int]] = {"all": list(range(len(draws)))}

@@ -32,6 +32,7 @@ class Throughput:
         self._is_full = config.training.method == "full"
         self._transformer = dict(folder.transformer)
         self._family = folder.family
+        self._image_conditioning = folder.image_conditioning
         self._num_frames = plan(config, folder).clip.num_frames
         self._ranks = dist.get_world_size()
         self._peak = config.training.peak_tflops
@@ -60,7 +61,8 @@ class Throughput:
         _, frames, height, width = self._family.latent_shape(self._num_frames, size[1], size[0])
         depth, rows, columns = self._family.patch_size
         tokens = frames // depth * (height // rows) * (width // columns)
-        per_token = with_image and self._family.expand_timesteps
+        # The given frame has timestep 0, the others their own: every token has one.
+        per_token = with_image and self._image_conditioning == "first_frame"
         return Shape(tokens=tokens, text=MAX_TOKENS, timesteps=tokens if per_token else 1)
 
     def operations(self, shape: Shape) -> Operations:

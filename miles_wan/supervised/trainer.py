@@ -53,18 +53,24 @@ class SupervisedTrainer:
         folder: the checkpoint.
         library: where the tensors of clips come from.
         device: of this rank.
-        everything: load experts that are not trained, too, for sample videos.
+        loaded: components to load, the trained ones among them.
     """
 
     def __init__(
-        self, config: SftConfig, folder: ModelFolder, library: ClipLibrary, *, device: torch.device, everything: bool
+        self,
+        config: SftConfig,
+        folder: ModelFolder,
+        library: ClipLibrary,
+        *,
+        device: torch.device,
+        loaded: Sequence[str],
     ) -> None:
         self._config = config
         self._library = library
         self._device = device
         self.is_full = config.training.method == "full"
         self.trained = folder.routing.chosen(config.model.train_experts)
-        self.model = _load(config, folder, names=None if everything else self.trained, trained=self.trained)
+        self.model = _load(config, folder, names=loaded, trained=self.trained)
         self.report: ModelReport = report(*(transformer for _, transformer in self.model.items()))
         self.memory: MeshMemory = estimate(self.model, ranks=dist.get_world_size())
         for _, transformer in self.model.items():
@@ -121,9 +127,13 @@ class SupervisedTrainer:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """The precision of every forward: whole transformers are float32 weights and compute in ``model.dtype``."""
+        """The precision of every forward: whole transformers are float32 weights and compute in ``model.dtype``. Casts of
+        weights are not kept: those of gathered blocks would add up to the whole transformer, unsharded, on every rank."""
         with torch.autocast(
-            self._device.type, torch.bfloat16, enabled=self.is_full and self._config.model.dtype == "bf16"
+            self._device.type,
+            torch.bfloat16,
+            enabled=self.is_full and self._config.model.dtype == "bf16",
+            cache_enabled=False,
         ):
             yield
 
@@ -191,7 +201,7 @@ class SupervisedTrainer:
         return [parameter for _, parameter in trainable_parameters(self.model[name])]
 
 
-def _load(config: SftConfig, folder: ModelFolder, *, names: Sequence[str] | None, trained: Sequence[str]) -> WanModel:
+def _load(config: SftConfig, folder: ModelFolder, *, names: Sequence[str], trained: Sequence[str]) -> WanModel:
     """The transformers with what is trained of them: adapters, or all weights in float32."""
     if config.training.method == "lora":
         model = load_model(folder, dtype=config.model.dtype, names=names, quantization=config.model.quantization)

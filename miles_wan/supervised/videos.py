@@ -103,16 +103,15 @@ class SampleVideos:
 
     def settings(self, size: tuple[int, int]) -> SamplingSettings:
         """How a video of this size is sampled: without noise, on the grid of the model's own flow shift."""
-        family, evaluation = self._folder.family, self._config.eval
-        second = evaluation.guidance_scale_2
+        first, second = self._plan.guidance
         return SamplingSettings(
             width=size[0],
             height=size[1],
             num_frames=self._plan.clip.num_frames,
             fps=round(self._fps()),
-            num_inference_steps=evaluation.num_inference_steps,
-            guidance_scale=family.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale,
-            guidance_scale_2=family.guidance_scale_2 if second is None else second,
+            num_inference_steps=self._config.eval.num_inference_steps,
+            guidance_scale=first,
+            guidance_scale_2=second,
             flow_shift=self._plan.shift,
             kind="ode",
         )

@@ -57,6 +57,10 @@ class PromptEncoder:
             self._cache.popitem(last=False)
         return [valid[prompt] for prompt in prompts]
 
+    def token_count(self, prompt: str) -> int:
+        """Tokens of a prompt before it is cut to MAX_TOKENS."""
+        return len(self._tokenizer(prompt, verbose=False).input_ids)
+
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """The encoder stays on the device inside this context, whatever is encoded."""
@@ -76,7 +80,7 @@ class PromptEncoder:
             return {prompt: self._encode_one(prompt) for prompt in prompts}
 
     def _encode_one(self, prompt: str) -> Tensor:
-        tokens = len(self._tokenizer(prompt, verbose=False).input_ids)
+        tokens = self.token_count(prompt)
         if tokens > MAX_TOKENS:
             logger.warning("a prompt of %d tokens is cut to %d: %.60s...", tokens, MAX_TOKENS, prompt)
         # No cleaning of the text, and padding before the encoder rather than after: the server engine does the same.

@@ -96,7 +96,8 @@ def test_a_file_without_one_usable_record_is_refused_with_the_fault_of_each(tmp_
 def test_repeated_lines_are_left_out(tmp_path: Path) -> None:
     clips = load_clips(write(tmp_path, GOOD, GOOD, {**GOOD, "input": "another caption"}))
     assert [record.caption for record in clips.records] == [GOOD["input"], "another caption"]
-    assert counted(clips.notes) == {"duplicate": 1}
+    assert [(finding.kind, finding.source) for finding in clips.bad] == [("duplicate", f"{clips.path}:2")]
+    assert clips.notes == ()
 
 
 @pytest.mark.parametrize(

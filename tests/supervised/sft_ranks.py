@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from miles_wan.data import load_clips
 from miles_wan.supervised.config import SftConfig
@@ -74,7 +74,7 @@ class Bench:
         device = torch.device("cpu")
         library = ClipLibrary(self.config.data.cache_dir, self.folder, self.plan.clip, device=device)
         self.clips: tuple[EncodedClip, ...] = library.encode(load_clips(self.config.data.train).records).clips
-        self.trainer = SupervisedTrainer(self.config, self.folder, library, device=device, everything=False)
+        self.trainer = SupervisedTrainer(self.config, self.folder, library, device=device, loaded=self.plan.loaded)
         self.source = TrainingDraws(
             self.config,
             len(self.clips),
@@ -198,8 +198,17 @@ def scenario_half_precision(folder: Path) -> dict[str, Any]:
         )
         losses, gradients = bench.gradients(bench.source.batch(0))
         types = {value.dtype for value in bench.weights().values()} | {value.dtype for value in gradients.values()}
-        seen[dtype] = {"losses": losses, "gradients": gradients, "types": types}
+        seen[dtype] = {"losses": losses, "gradients": gradients, "types": types, "keeps": keeps_casts(bench.trainer)}
     return seen
+
+
+def keeps_casts(trainer: SupervisedTrainer) -> bool:
+    """Whether a weight that changes inside a forward is still used as it was: then its cast is in memory beside it."""
+    weight, ones = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
+    with trainer.computing():
+        before = nn.functional.linear(ones, weight)
+        weight.data.fill_(2.0)
+        return torch.equal(before, nn.functional.linear(ones, weight))
 
 
 # One rank is what two are compared with; everything else is shown on two.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +40,10 @@ BAD = {
     6: "odd_rotation",
     7: "no_caption",
     8: "no_caption",
+    12: "duplicate",  # behind the odd ones
 }
+# the empty one is told by its size, the good one lacks its caption
+UNREAD = {"empty.mp4", "good.mp4"}
 NOTES = {"turned": 1, "variable_frame_rate": 1, "other_language": 1}
 
 
@@ -49,7 +53,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny(folder / "tiny", family="wan2.2-t2v-a14b", train_records=1, eval_records=1)
     train, _ = write_toy_clips(folder / "clips", train=GOOD, evaluation=2, frames=9)
     with train.open("a") as file:
-        for line in bad_lines(folder / "clips") + odd_lines(folder / "clips"):
+        for line in (*bad_lines(folder / "clips"), *(odd := odd_lines(folder / "clips")), odd[0]):
             file.write(json.dumps(line) + "\n")
     return folder
 
@@ -129,6 +133,9 @@ def test_every_bad_record_is_named_and_counted_and_none_ends_the_run(world: Path
     named = [json.loads(line) for line in (world / "whole" / "bad_records.jsonl").read_text().splitlines()]
     places = {int(entry["source"].rsplit(":", 1)[1]) - GOOD: entry["kind"] for entry in named}
     assert places == BAD
+    digests = json.loads((world / "cache" / "digests.json").read_text())
+    read = {Path(path).name for path in digests if path.endswith((".mp4", ".webm"))}
+    assert read == {path.name for path in (world / "clips").iterdir() if path.suffix in (".mp4", ".webm")} - UNREAD
     for number in BAD:
         assert f"train.jsonl:{GOOD + number}:" in whole.stderr
 
@@ -170,6 +177,19 @@ def test_a_run_killed_twice_gives_the_same_curve(world: Path, whole: Any) -> Non
     assert json.loads((world / "killed" / "summary.json").read_text())["resumed_from"].endswith("step_000002")
     one, other = (read_metrics(world / run / "metrics.jsonl") for run in ("whole", "killed"))
     assert _numbers(other) == _numbers(one)
+
+
+def test_validation_can_be_turned_off_at_a_resume(world: Path, whole: Any) -> None:
+    assert whole.returncode == 0
+    shutil.copytree(world / "whole", world / "silent")
+    flags = ["--resume", "latest", "--eval-interval", "0", "--num-steps", str(STEPS + 1)]
+    ended = subprocess.run(
+        command(world, "silent", *flags), capture_output=True, text=True, env=environment(), timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    summary = json.loads((world / "silent" / "summary.json").read_text())
+    assert summary["steps"] == STEPS + 1
+    assert summary["validation_before"] is summary["validation_after"] is summary["validation_change"] is None
 
 
 def _numbers(history: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -17,13 +17,18 @@ from miles_wan.records import derived_seed
 from miles_wan.supervised.config import TIMESTEPS, SupervisedEvalConfig
 from miles_wan.supervised.draws import Draw
 from miles_wan.supervised.flops import Shape, forward_operations, known_peak
+from miles_wan.supervised.resume import Progress
+from miles_wan.supervised.settings import read_settings, recipe_path
 from miles_wan.supervised.summary import loss_gain
+from miles_wan.supervised.throughput import Throughput
 from miles_wan.supervised.validation import validation_draws, validation_metrics, validation_timesteps
+from miles_wan.tiny import make_tiny
 from miles_wan.tiny.checkpoint import make_transformer
 from miles_wan.tracking.loss_plot import plot_loss_curves
 from miles_wan.tracking.writing import TrackingError
 from miles_wan.wan.experts import Experts
 from miles_wan.wan.facts import family_named
+from miles_wan.wan.family import load_family
 
 TWO = Experts(("transformer", "transformer_2"), 0.875)
 
@@ -54,6 +59,21 @@ def test_the_operations_of_a_forward_and_a_backward_are_those_torch_counts(famil
 def test_adapters_spare_the_gradients_of_the_frozen_weights() -> None:
     operations = forward_operations(make_transformer().config, Shape(tokens=24, text=10))
     assert operations.training(full=True) - operations.training(full=False) == operations.linear
+
+
+@pytest.mark.parametrize(
+    ("family", "with_image", "per_token"),
+    [("wan2.2-ti2v-5b", True, True), ("wan2.2-ti2v-5b", False, False), ("wan2.2-i2v-a14b", True, False)],
+)
+def test_a_given_first_frame_of_ti2v_gives_every_token_a_timestep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, with_image: bool, per_token: bool
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    model = make_tiny(tmp_path, family=family, train_records=1, eval_records=1).model
+    settings = read_settings([recipe_path("tiny")], {"model.path": str(model), "data.train": "t", "eval.interval": 0})
+    throughput = Throughput(settings, load_family(model), device=torch.device("cpu"))
+    shape = throughput.shape((32, 32), with_image=with_image)
+    assert shape.timesteps == (shape.tokens if per_token else 1)
 
 
 def test_the_peak_is_that_of_the_device() -> None:
@@ -107,6 +127,17 @@ def test_the_change_of_a_run_is_paired_over_clips() -> None:
         assert fields["validation_change"][part]["mean"] == pytest.approx(change)
         assert fields["validation_change"][part]["ci95"] == pytest.approx(0, abs=1e-12)
     assert loss_gain(draws, None, None, TWO)["validation_change"] is None
+
+
+def test_only_a_validation_before_training_is_called_so() -> None:
+    progress = Progress()
+    progress.validated([3.0])
+    progress.finished = 2
+    progress.validated([2.0])
+    assert (progress.first_validation, progress.last_validation) == ([3.0], [2.0])
+    late = Progress(finished=2)
+    late.validated([2.0])
+    assert (late.first_validation, late.last_validation) == (None, [2.0])
 
 
 def test_curves_become_a_picture(tmp_path: Path) -> None:

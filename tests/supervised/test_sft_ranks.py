@@ -179,6 +179,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(seen: Any) -> None:
 def test_full_fine_tuning_in_bf16_keeps_float32_weights(seen: Any) -> None:
     half, exact = (seen.two[0]["half_precision"][dtype] for dtype in ("bf16", "fp32"))
     assert half["types"] == {torch.float32}
+    assert not half["keeps"]  # a bf16 copy beside each gathered weight
     # bf16 has 8 bits of mantissa: a product errs by 2^-9; the loss is a mean over thousands of them
     assert 0 < furthest(half["losses"], exact["losses"]) < 2**-9
     assert 0 < distance(half["gradients"], exact["gradients"]) < 2**-5

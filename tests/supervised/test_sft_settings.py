@@ -71,6 +71,19 @@ def test_what_the_model_cannot_do_is_refused_together() -> None:
         plan(single, folder("wan2.2-t2v-a14b"))
 
 
+def test_guidance_of_sample_videos_is_checked_with_the_models_own_filled_in() -> None:
+    model = folder("wan2.2-t2v-a14b")
+    assert plan(config(), model).guidance == (4.0, 3.0)
+    assert plan(config(eval__guidance_scale=2.0), model).guidance == (2.0, 3.0)
+    assert plan(config(), folder("wan2.2-ti2v-5b")).guidance == (5.0, None)
+    with pytest.raises(InputError) as raised:
+        plan(config(eval__guidance_scale=1.0), model)
+    (fault,) = raised.value.faults
+    assert fault.startswith("eval.guidance_scale, eval.guidance_scale_2: guidance scales 1 and 3: ")
+    with pytest.raises(InputError, match=r"eval\.guidance_scale_2 is given, but .* single transformer"):
+        plan(config(eval__guidance_scale_2=1.0), folder("wan2.2-ti2v-5b"))
+
+
 def test_fields_that_contradict_each_other_are_refused_together() -> None:
     text = faults(
         training__batch_size=7,
