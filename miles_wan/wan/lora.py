@@ -91,7 +91,7 @@ def add_adapters(model: WanModel, settings: ModelConfig, *, names: Sequence[str]
         seed: of the run.
 
     Raises:
-        InputError: a target without layers, or an initial adapter that does not fit.
+        InputError: a target without layers, or an initial adapter that does not fit (``init_adapter_faults``).
     """
     for name, transformer in model.items():
         if name not in names:
@@ -105,9 +105,12 @@ def add_adapters(model: WanModel, settings: ModelConfig, *, names: Sequence[str]
             targets=settings.lora_targets,
             seed=derived_seed(seed, "lora", *own),
         )
-        if settings.init_adapter is not None:
+    if faults := init_adapter_faults(model, settings, names=names):
+        raise InputError(faults)
+    if settings.init_adapter is not None:
+        for name in names:
             path = adapter_folder(Path(settings.init_adapter), name, model.experts)
-            load_adapter(transformer, path, alpha=settings.lora_alpha)
+            load_adapter(model[name], path, alpha=settings.lora_alpha)
 
 
 def trainable_parameters(transformer: WanTransformer3DModel) -> Iterator[tuple[str, nn.Parameter]]:
@@ -186,6 +189,27 @@ def adapter_folder(path: Path, name: str, experts: Experts) -> Path:
 def adapter_file(path: Path) -> Path:
     """The weights of an adapter given as folder or file."""
     return path / WEIGHTS_NAME if path.is_dir() else path
+
+
+def init_adapter_faults(model: WanModel, settings: ModelConfig, *, names: Sequence[str]) -> list[str]:
+    """Why ``model.init_adapter`` does not fit a model whose transformers in ``names`` have their adapters already.
+
+    One of an expert that stays frozen is a fault, too: it would be left out, and that expert would compute as the base.
+    """
+    if settings.init_adapter is None:
+        return []
+    faults = []
+    for name in model.experts.names:
+        path = adapter_folder(Path(settings.init_adapter), name, model.experts)
+        if name in names:
+            faults += adapter_faults(model[name], path, alpha=settings.lora_alpha)
+        elif adapter_file(path).is_file():
+            faults.append(
+                f"model.init_adapter: {path} is the adapter of an expert that is not trained (model.train_experts = "
+                f"{settings.train_experts}) and would be left out; merge it into the checkpoint, train both experts, or move "
+                "this folder away"
+            )
+    return faults
 
 
 def adapter_faults(transformer: WanTransformer3DModel, path: Path, *, alpha: int) -> list[str]:
