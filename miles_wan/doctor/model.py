@@ -47,7 +47,9 @@ def family_faults(model: ModelFolder, config: Config, datasets: list[Dataset]) -
 
 
 def transformer_faults(model: ModelFolder, config: Config, device_bytes: int | None) -> list[str]:
-    """What the transformer says without its weights: do they fit, do the adapters, and does the mesh make sense."""
+    """What the transformer says without its weights: do they fit, do the adapters, does the mesh make sense, and is there
+    room for the engine's copy of a quantized one."""
+    from miles_wan.rollout.sglang.settings import engine_checkpoint_faults
     from miles_wan.training.mesh import estimate, mesh_faults  # these are slow to import
     from miles_wan.wan.load import other_weight_faults, weight_file_faults
     from miles_wan.wan.lora import add_adapters, init_adapter_faults
@@ -64,6 +66,8 @@ def transformer_faults(model: ModelFolder, config: Config, device_bytes: int | N
         return [*faults, *(f"model.path: {model.path / model.experts[0]}: {fault}" for fault in error.faults)]
     for name, transformer in whole.items():
         faults += [f"model.path: {fault}" for fault in weight_file_faults(model.path / name, transformer)]
+    if config.rollout.engine == "sglang":
+        faults += engine_checkpoint_faults(config, model)
     # A training rank loads the experts it trains, and all where it generates, too.
     names = model.experts if config.rollout.engine == "local" else trained
     held = meta_model(model, dtype=config.model.dtype, names=names, quantization=config.model.quantization)
