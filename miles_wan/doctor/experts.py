@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from miles_wan.combinations import step_range
 from miles_wan.config import Config
 from miles_wan.data import Dataset
-from miles_wan.wan.experts import TIMESTEPS, Experts
+from miles_wan.timesteps import timestep_of
+from miles_wan.wan.experts import Experts
 from miles_wan.wan.family import ModelFolder
 
 
@@ -45,7 +46,7 @@ def _step_faults(experts: Experts, trained: Sequence[str], config: Config) -> li
         sigmas = explicit_sigmas(rollout.sigmas) if rollout.sigmas else shifted_sigmas(steps, rollout.flow_shift)
     except ValueError:
         return []  # told by check_config
-    own = experts.route((sigmas[:-1] * TIMESTEPS).tolist())
+    own = experts.route(timestep_of(sigmas[:-1]).tolist())
     told = ", ".join(f"{experts.label(name)} {_span(own[name])}" for name in experts.names)
     if config.algorithm.loss == "nft":
         free = sum(len(own[name]) for name in trained)
