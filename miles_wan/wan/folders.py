@@ -31,7 +31,7 @@ def space_fault(out: Path, needed: int) -> str | None:
     """Why ``needed`` bytes do not fit at ``out``: what is free, with what lies at ``out`` and what a killed call left of it, which
     are removed before."""
     nearest = next(path for path in (out, *out.absolute().parents) if os.path.isdir(path))
-    free = shutil.disk_usage(nearest).free + _size(out) + _size(_partial(out))
+    free = shutil.disk_usage(nearest).free + folder_bytes(out) + folder_bytes(_partial(out))
     return None if needed <= free else f"takes {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
 
 
@@ -39,10 +39,11 @@ def _partial(out: Path) -> Path:
     return out.with_name(f".{out.name}.partial")
 
 
-def _size(folder: Path) -> int:
-    """Bytes that go with the folder: links count nothing."""
+def folder_bytes(folder: Path, *, links: bool = False) -> int:
+    """Bytes of all files inside; with ``links`` of what links lead to, without what goes when the folder is removed."""
     size = 0
-    for root, _, names in os.walk(folder):
-        with suppress(OSError):  # it is being removed
-            size += sum((Path(root) / name).lstat().st_size for name in names)
+    for root, _, names in os.walk(folder, followlinks=links):
+        for name in names:
+            with suppress(OSError):  # a link to nothing, or it is being removed
+                size += (Path(root) / name).stat(follow_symlinks=links).st_size
     return size

@@ -206,8 +206,8 @@ def init_adapter_faults(model: WanModel, settings: ModelConfig, *, names: Sequen
         elif adapter_file(path).is_file():
             faults.append(
                 f"model.init_adapter: {path} is the adapter of an expert that is not trained (model.train_experts = "
-                f"{settings.train_experts}) and would be left out; merge it into the checkpoint, train both experts, or move "
-                "this folder away"
+                f"{settings.train_experts}) and would be left out; merge it into the checkpoint "
+                "(miles-wan export), train both experts, or move this folder away"
             )
     return faults
 
@@ -219,7 +219,7 @@ def adapter_faults(transformer: WanTransformer3DModel, path: Path, *, alpha: int
         return [f"model.init_adapter: {path}: holds no adapter; give a folder with {WEIGHTS_NAME}, or the file"]
     try:
         stored = {name.removeprefix(PREFIX): shape for name, shape in stored_shapes(file).items()}
-        metadata = _metadata(file)
+        metadata = adapter_metadata(file)
     except Exception as error:  # safetensors, JSON, the file system: each has errors of its own
         return [f"model.init_adapter: {file} is not a readable adapter in safetensors format ({error}); save it again"]
     own = {name: tuple(parameter.shape) for name, parameter in trainable_parameters(transformer)}
@@ -262,7 +262,7 @@ def _first(faults: list[str], limit: int = 5) -> list[str]:
     return [*faults[:limit], f"model.init_adapter: ... and {rest} more of this kind"] if rest > 0 else faults
 
 
-def _metadata(file: Path) -> dict[str, Any]:
+def adapter_metadata(file: Path) -> dict[str, Any]:
     """The adapter's configuration, as diffusers stores it beside the tensors; empty without one."""
     with safe_open(file, "pt") as handle:
         metadata = json.loads((handle.metadata() or {}).get(METADATA_KEY, "{}"))

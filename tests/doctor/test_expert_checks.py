@@ -134,7 +134,7 @@ def test_a_start_adapter_of_an_expert_that_is_not_trained_is_not_left_out_silent
     fault = only_fault(t2v)
     assert fault.startswith(f"model.init_adapter: {adapters / 'transformer'} is the adapter of an expert that is not")
     assert "(model.train_experts = low)" in fault
-    assert "merge it into the checkpoint, train both experts, or move this folder away" in fault
+    assert "merge it into the checkpoint (miles-wan export), train both experts, or move this folder away" in fault
     config = Config.model_validate(t2v)
     with pytest.raises(InputError) as raised:
         check_inputs(config, records=1, samples=1)  # of the parity command
