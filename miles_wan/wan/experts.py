@@ -76,7 +76,7 @@ def guidance_by_expert(names: Sequence[str], first: float, second: float | None)
             above 1: by the first an engine decides whether there is guidance at all.
     """
     if (second is not None) != (len(names) == 2):
-        raise ValueError(f"{len(names)} expert(s) with guidance scales {first:g} and {second}")
+        raise ValueError(f"{len(names)} expert(s) with guidance scales {first:g} and {second}: give one for each")
     if second is None:
         return {names[0]: first}
     if (first > 1) != (second > 1):

@@ -43,12 +43,15 @@ def test_both_families_pass(t2v: dict[str, Any], i2v_paths: TinyPaths) -> None:
 
 def test_a_second_guidance_scale_is_needed_and_has_no_default(t2v: dict[str, Any]) -> None:
     del t2v["rollout"]["guidance_scale_2"]
-    assert only_fault(t2v).startswith("rollout.guidance_scale_2: missing; wan2.2-t2v-a14b has a second expert")
+    assert only_fault(t2v) == (
+        "rollout.guidance_scale, rollout.guidance_scale_2: 2 expert(s) with guidance scales 4 and None: give one for each "
+        "(wan2.2-t2v-a14b was released with 4 and 3)"
+    )
 
 
 def test_one_expert_takes_one_guidance_scale(tree: dict[str, Any]) -> None:
     tree["rollout"]["guidance_scale_2"] = 3.0
-    assert "has one expert; leave it out" in only_fault(tree)
+    assert only_fault(tree).endswith(" and 3: give one for each (wan2.2-ti2v-5b was released with 5)")
 
 
 def test_guidance_is_on_for_both_or_for_neither(t2v: dict[str, Any]) -> None:
