@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -81,6 +81,31 @@ def inspect(
     each = {f"  of each: {name}": value for name, value in counts.pop("each_expert", {}).items()}
     for name, value in {**counts, **each}.items():
         console().print(f"{name:32} {value:,}" if isinstance(value, int) else f"{name:32} {value}")
+
+
+def export(
+    model: Path,
+    adapter: Path,
+    out: Path,
+    quantization: Literal["none", "int8", "fp8"] = "none",
+    dtype: Literal["bf16", "fp32"] | None = None,
+) -> None:
+    """Write a whole checkpoint with the adapters of every expert folded in.
+
+    Args:
+        model: checkpoint folder that the adapter was trained on.
+        adapter: folder that training wrote; of two experts it holds transformer/, transformer_2/ or both.
+        out: folder to make.
+        quantization: model.quantization of the training; the adapter is then folded into the dequantised weights.
+        dtype: of the weights; by default what the checkpoint is stored in.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries, before they are imported
+    from miles_wan.wan.export import export_checkpoint
+
+    configure_logging("export")
+    for name, file in export_checkpoint(model, adapter, out, quantization=quantization, dtype=dtype).items():
+        console().print(f"{name:14} {f'merged with {file}' if file else 'as it was: there is no adapter for it'}")
+    console().print(f"{'checkpoint':14} {out}")
 
 
 def doctor() -> None:
@@ -166,6 +191,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "sft": sft,
     "tiny": tiny,
     "inspect": inspect,
+    "export": export,
     "doctor": doctor,
     "parity": parity,
 }

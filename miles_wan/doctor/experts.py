@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from miles_wan.combinations import step_range
 from miles_wan.config import Config
 from miles_wan.data import Dataset
-from miles_wan.wan.experts import TIMESTEPS, Experts
+from miles_wan.timesteps import timestep_of
+from miles_wan.wan.experts import Experts
 from miles_wan.wan.family import ModelFolder
 
 
@@ -17,18 +18,14 @@ def expert_faults(model: ModelFolder, config: Config) -> list[str]:
     """Faults of what belongs to two experts: guidance, which are trained, and whether the trained steps are theirs."""
     experts, rollout = model.routing, config.rollout
     faults = []
-    first, second = rollout.guidance_scale, rollout.guidance_scale_2
-    if len(experts.names) == 2 and second is None:
+    try:
+        experts.guidance(rollout.guidance_scale, rollout.guidance_scale_2)
+    except ValueError as error:
+        family = model.family
+        released = [scale for scale in (family.guidance_scale, family.guidance_scale_2) if scale is not None]
         faults.append(
-            f"rollout.guidance_scale_2: missing; {model.family.name} has a second expert with a guidance scale of its own "
-            f"(released: {model.family.guidance_scale_2:g})"
-        )
-    elif len(experts.names) == 1 and second is not None:
-        faults.append(f"rollout.guidance_scale_2 = {second:g}: {model.family.name} has one expert; leave it out")
-    elif second is not None and (first > 1) != (second > 1):
-        faults.append(
-            f"rollout.guidance_scale = {first:g} and guidance_scale_2 = {second:g}: guidance is on for both experts (above 1) "
-            "or for neither: the engine decides by the first"
+            f"rollout.guidance_scale, rollout.guidance_scale_2: {error} ({family.name} was released with "
+            f"{' and '.join(f'{scale:g}' for scale in released)})"
         )
     try:
         trained = experts.chosen(config.model.train_experts)
@@ -45,7 +42,7 @@ def _step_faults(experts: Experts, trained: Sequence[str], config: Config) -> li
         sigmas = explicit_sigmas(rollout.sigmas) if rollout.sigmas else shifted_sigmas(steps, rollout.flow_shift)
     except ValueError:
         return []  # told by check_config
-    own = experts.route((sigmas[:-1] * TIMESTEPS).tolist())
+    own = experts.route(timestep_of(sigmas[:-1]).tolist())
     told = ", ".join(f"{experts.label(name)} {_span(own[name])}" for name in experts.names)
     if config.algorithm.loss == "nft":
         free = sum(len(own[name]) for name in trained)

@@ -4,18 +4,11 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from miles_wan.config import Config, ModelConfig
+from miles_wan.config import Config
 from miles_wan.data import Dataset
 from miles_wan.doctor.experts import expert_faults, image_faults
 from miles_wan.errors import InputError
 from miles_wan.wan.family import ModelFolder, legal_frames, legal_size, load_family, resolve_model
-
-if TYPE_CHECKING:
-    from miles_wan.wan.model import WanModel
 
 
 def find_model(config: Config, faults: list[str]) -> ModelFolder | None:
@@ -54,10 +47,12 @@ def family_faults(model: ModelFolder, config: Config, datasets: list[Dataset]) -
 
 
 def transformer_faults(model: ModelFolder, config: Config, device_bytes: int | None) -> list[str]:
-    """What the transformer says without its weights: do they fit, do the adapters, and does the mesh make sense."""
+    """What the transformer says without its weights: do they fit, do the adapters, does the mesh make sense, and is there
+    room for the engine's copy of a quantized one."""
+    from miles_wan.rollout.sglang.settings import engine_checkpoint_faults
     from miles_wan.training.mesh import estimate, mesh_faults  # these are slow to import
     from miles_wan.wan.load import other_weight_faults, weight_file_faults
-    from miles_wan.wan.lora import add_adapters
+    from miles_wan.wan.lora import add_adapters, init_adapter_faults
     from miles_wan.wan.model import meta_model
 
     faults = [f"model.path: {fault}" for fault in other_weight_faults(model.path)]
@@ -71,6 +66,8 @@ def transformer_faults(model: ModelFolder, config: Config, device_bytes: int | N
         return [*faults, *(f"model.path: {model.path / model.experts[0]}: {fault}" for fault in error.faults)]
     for name, transformer in whole.items():
         faults += [f"model.path: {fault}" for fault in weight_file_faults(model.path / name, transformer)]
+    if config.rollout.engine == "sglang":
+        faults += engine_checkpoint_faults(config, model)
     # A training rank loads the experts it trains, and all where it generates, too.
     names = model.experts if config.rollout.engine == "local" else trained
     held = meta_model(model, dtype=config.model.dtype, names=names, quantization=config.model.quantization)
@@ -78,24 +75,11 @@ def transformer_faults(model: ModelFolder, config: Config, device_bytes: int | N
         add_adapters(held, config.model.model_copy(update={"init_adapter": None}), names=trained, seed=0)
     except InputError as error:
         return [*faults, *error.faults]
-    faults += _adapter_faults(held, config.model, trained)
+    faults += init_adapter_faults(held, config.model, names=trained)
     if device_bytes is not None:
         memory = estimate(held, ranks=config.training.dp_size)
         faults += mesh_faults(memory, devices=config.cluster.num_gpus, device_bytes=device_bytes)
     return faults
-
-
-def _adapter_faults(held: WanModel, settings: ModelConfig, trained: Sequence[str]) -> list[str]:
-    from miles_wan.wan.lora import adapter_faults, adapter_folder
-
-    if settings.init_adapter is None:
-        return []
-    root = Path(settings.init_adapter)
-    return [
-        fault
-        for name in trained
-        for fault in adapter_faults(held[name], adapter_folder(root, name, held.experts), alpha=settings.lora_alpha)
-    ]
 
 
 def size_warnings(model: ModelFolder, config: Config) -> list[str]:

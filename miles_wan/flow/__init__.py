@@ -1,7 +1,7 @@
 """Flow-matching mathematics on tensors: sigma grids, transitions with their likelihood, choice of stochastic steps.
 
 Convention: x_s = (1 - s) x0 + s e with sigma s in [0, 1], velocity v = e - x0, sampling runs from s = 1 to s = 0.
-This room imports torch alone.
+This room imports torch alone (and the leaf ``timesteps``).
 """
 
 from miles_wan.flow.sigmas import explicit_sigmas, shift_sigma, shifted_sigmas

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from miles_wan.timesteps import NUM_TRAIN_TIMESTEPS
+
 _SHORTEST_STEP = 1e-5
 
 
@@ -15,11 +17,11 @@ def shift_sigma(base: Tensor, shift: float) -> Tensor:
     return shift * base / (1 + (shift - 1) * base)
 
 
-def shifted_sigmas(num_steps: int, shift: float, *, num_train_timesteps: int = 1000) -> Tensor:
-    """Sigmas of a rollout: w(linspace(1, w(1 / num_train_timesteps), num_steps)), then 0.
+def shifted_sigmas(num_steps: int, shift: float) -> Tensor:
+    """Sigmas of a rollout: w(linspace(1, w(1 / 1000), num_steps)), then 0.
 
     This is what diffusers' ``FlowMatchEulerDiscreteScheduler(shift).set_timesteps`` and the engine's rollout use: the
-    shift acts twice at the low end. The timestep of a step is ``num_train_timesteps * sigma``, not rounded.
+    shift acts twice at the low end. The timestep of a step is 1000 sigma, not rounded (``timestep_of``).
 
     Args:
         num_steps: denoising steps N, at least 1.
@@ -32,7 +34,7 @@ def shifted_sigmas(num_steps: int, shift: float, *, num_train_timesteps: int = 1
         raise ValueError(f"num_steps is {num_steps}; a sigma grid has at least one step")
     if shift <= 0:
         raise ValueError(f"shift is {shift}; it must be above 0")
-    lowest = shift_sigma(torch.tensor(1 / num_train_timesteps, dtype=torch.float64), shift)
+    lowest = shift_sigma(torch.tensor(1 / NUM_TRAIN_TIMESTEPS, dtype=torch.float64), shift)
     base = torch.linspace(1.0, float(lowest), num_steps, dtype=torch.float64)
     return torch.cat([shift_sigma(base, shift), base.new_zeros(1)]).float()
 

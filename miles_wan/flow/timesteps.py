@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from miles_wan.flow.sigmas import shift_sigma
+from miles_wan.timesteps import NUM_TRAIN_TIMESTEPS
 
 Law = Literal["uniform", "logit_normal"]
-NUM_TRAIN_TIMESTEPS = 1000
 
 
 def draw_timesteps(

@@ -4,8 +4,6 @@ settings and a model folder. Out: faults. It reads headers and builds on the met
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from miles_wan.errors import InputError
 from miles_wan.supervised.config import SftConfig
 from miles_wan.supervised.settings import Plan
@@ -21,7 +19,7 @@ def model_faults(config: SftConfig, folder: ModelFolder, plan: Plan, *, device_b
     """
     from miles_wan.training.mesh import estimate, mesh_faults  # these are slow to import
     from miles_wan.wan.load import other_weight_faults, weight_file_faults
-    from miles_wan.wan.lora import adapter_faults, adapter_folder, inject_lora
+    from miles_wan.wan.lora import init_adapter_faults, inject_lora
     from miles_wan.wan.model import meta_model
 
     settings = config.model
@@ -45,9 +43,8 @@ def model_faults(config: SftConfig, folder: ModelFolder, plan: Plan, *, device_b
             )
         except InputError as error:
             return [*faults, *error.faults]
-        if settings.init_adapter is not None:
-            path = adapter_folder(Path(settings.init_adapter), name, model.experts)
-            faults += adapter_faults(transformer, path, alpha=settings.lora_alpha)
+    if not full:
+        faults += init_adapter_faults(model, settings, names=plan.trained)
     if device_bytes is not None:
         ranks = config.training.dp_size
         faults += mesh_faults(estimate(model, ranks=ranks), devices=ranks, device_bytes=device_bytes)

@@ -14,7 +14,7 @@ from miles_wan.configuration import RECIPES, merged, recipe_names, validated
 from miles_wan.data.video import ClipFormat
 from miles_wan.errors import InputError
 from miles_wan.supervised.config import SftConfig
-from miles_wan.wan.experts import TIMESTEPS
+from miles_wan.timesteps import NUM_TRAIN_TIMESTEPS
 from miles_wan.wan.family import ModelFolder, legal_frames, legal_size
 
 ROOM = "sft"
@@ -74,9 +74,9 @@ def combination_faults(config: SftConfig) -> list[str]:
         )
     if evaluation.interval and not (evaluation.timesteps or evaluation.quantiles):
         faults.append("eval.timesteps and eval.quantiles are both empty: there is nothing to validate at")
-    wrong = [timestep for timestep in evaluation.timesteps if not 0 < timestep <= TIMESTEPS]
+    wrong = [timestep for timestep in evaluation.timesteps if not 0 < timestep <= NUM_TRAIN_TIMESTEPS]
     if wrong:
-        faults.append(f"eval.timesteps: {wrong} lie outside (0, {TIMESTEPS}]")
+        faults.append(f"eval.timesteps: {wrong} lie outside (0, {NUM_TRAIN_TIMESTEPS}]")
     wrong = [quantile for quantile in evaluation.quantiles if not 0 <= quantile <= 1]
     if wrong:
         faults.append(f"eval.quantiles: {wrong} lie outside [0, 1]")

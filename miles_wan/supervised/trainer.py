@@ -23,11 +23,11 @@ from miles_wan.faults import reach
 from miles_wan.supervised.config import SftConfig
 from miles_wan.supervised.draws import Draw, MicroBatch, micro_batches
 from miles_wan.supervised.encode import ClipLibrary, ClipTensors, EncodedClip
+from miles_wan.timesteps import NUM_TRAIN_TIMESTEPS
 from miles_wan.training.checkpoint import TrainingState
 from miles_wan.training.mesh import MeshMemory, estimate
 from miles_wan.training.optimizer import build_optimizer
 from miles_wan.training.sharding import full_tensor, shard_transformer
-from miles_wan.wan.experts import TIMESTEPS
 from miles_wan.wan.family import ModelFolder
 from miles_wan.wan.lora import ModelReport, add_adapters, report, trainable_parameters
 from miles_wan.wan.model import WanModel, load_model
@@ -154,7 +154,7 @@ class SupervisedTrainer:
         noise = torch.stack([_noise(draw, tensors) for draw, tensors in zip(batch.draws, loaded, strict=True)])
         noise = noise.to(self._device)
         timestep = torch.tensor([draw.timestep for draw in batch.draws], dtype=torch.float32, device=self._device)
-        sigma = timestep / TIMESTEPS
+        sigma = timestep / NUM_TRAIN_TIMESTEPS
         given = torch.tensor([draw.with_image for draw in batch.draws])
         inputs = self.model.input(
             noised(clean, noise, sigma),

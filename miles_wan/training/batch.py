@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from miles_wan.records import Conditioning, TrainItem, Trajectory, derived_seed
-from miles_wan.wan.experts import TIMESTEPS, Experts
+from miles_wan.timesteps import timestep_of
+from miles_wan.wan.experts import Experts
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class NoisePair:
 
     @property
     def timestep(self) -> float:
-        return self.sigma * TIMESTEPS
+        return timestep_of(self.sigma)
 
     def muted(self) -> NoisePair:
         return replace(self, item=replace(self.item, weight=0.0))

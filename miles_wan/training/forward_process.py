@@ -8,10 +8,10 @@ from torch import Tensor
 
 from miles_wan.algorithms import nft_loss
 from miles_wan.config import Config
+from miles_wan.timesteps import timestep_of
 from miles_wan.training.batch import ForwardBatch
 from miles_wan.training.statistics import Scored
 from miles_wan.training.velocity import VelocityModel
-from miles_wan.wan.experts import TIMESTEPS
 
 
 class ForwardObjective:
@@ -59,5 +59,5 @@ class ForwardObjective:
         return Scored(scored.loss, batch.size, means, batch.expert)
 
     def _velocity(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        velocity, inputs = self._model(batch.expert, batch.noisy, batch.sigma * TIMESTEPS, batch.condition)
+        velocity, inputs = self._model(batch.expert, batch.noisy, timestep_of(batch.sigma), batch.condition)
         return velocity, inputs.mask

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from miles_wan.config import Config
 from miles_wan.errors import ParityError
 from miles_wan.records import TrainItem, derived_seed
+from miles_wan.timesteps import timestep_of
 from miles_wan.training.batch import (
     ForwardBatch,
     PairBatch,
@@ -27,7 +28,7 @@ from miles_wan.training.forward_process import ForwardObjective
 from miles_wan.training.policy import OldPolicy, PolicyObjective, compare
 from miles_wan.training.sharding import all_reduce_scalars
 from miles_wan.training.statistics import Parity, Scored
-from miles_wan.wan.experts import TIMESTEPS, Experts
+from miles_wan.wan.experts import Experts
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class ForwardPasses:
         self._device = device
         sigmas = steps[0][0].trajectory.sigmas[:-1]
         levels, seed = config.algorithm.nft.sigmas_per_sample, derived_seed(config.seed, "forward", rollout_id)
-        among = [index for index, sigma in enumerate(sigmas) if experts.of(float(sigma) * TIMESTEPS) in trained]
+        among = [index for index, sigma in enumerate(sigmas) if experts.of(timestep_of(sigma)) in trained]
         self._pairs = [by_expert(noise_pairs(items, levels=levels, seed=seed, among=among), experts) for items in steps]
         self._counts = agreed_counts(self._pairs, size=self._size, device=device)
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from miles_wan.errors import InputError, MilesWanError
 from miles_wan.wan.family import ModelFolder
+from miles_wan.wan.folders import space_fault, whole_folder
 from miles_wan.wan.load import load_transformer, meta_transformer
 from miles_wan.wan.merge import save_merged
 from miles_wan.wan.quantization import Quantization, parameter_bytes
@@ -33,7 +34,7 @@ def dequantised_checkpoint(folder: ModelFolder, scheme: Quantization, dtype: str
     """Make ``out``, or keep it if it was made whole from the same files with the same arguments.
 
     The experts hold, bit for bit, what ``load_transformer`` with ``scheme`` and ``dtype`` computes with; everything else is
-    linked to ``folder``. A killed call leaves no ``out``; calls for one ``out`` at the same time wait for each other.
+    linked to ``folder``. A killed or failed call leaves no ``out``; calls for one ``out`` at the same time wait for each other.
 
     Args:
         folder: the checkpoint.
@@ -50,14 +51,15 @@ def dequantised_checkpoint(folder: ModelFolder, scheme: Quantization, dtype: str
     """
     if scheme == "none":
         return folder.path
-    wanted = {"format": _FORMAT, "scheme": scheme, "dtype": dtype, "source": _fingerprint(folder)}
+    wanted = _wanted(folder, scheme, dtype)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with _alone(out):
             if _is_whole(out, wanted):
                 logger.info("%s is made from the same weights already", out)
+            elif faults := dequantised_faults(folder, scheme, dtype, out):
+                raise InputError(faults)
             else:
-                _check_place(out, folder, dtype)
                 _make(folder, scheme, dtype, out, wanted)
     except (OSError, SafetensorError) as error:
         raise MilesWanError(
@@ -67,22 +69,43 @@ def dequantised_checkpoint(folder: ModelFolder, scheme: Quantization, dtype: str
     return out
 
 
+def dequantised_faults(folder: ModelFolder, scheme: Quantization, dtype: str, out: Path) -> list[str]:
+    """Why ``dequantised_checkpoint`` would have no place for ``out``, from the headers: nothing that is not ours is replaced,
+    and the disk is asked before the work."""
+    if scheme == "none" or _is_whole(out, _wanted(folder, scheme, dtype)):
+        return []
+    if folder.path.resolve() in out.resolve().parents:
+        return [f"{out} lies inside the checkpoint that it is made from; choose another place"]
+    if os.path.islink(out) or (os.path.exists(out) and not os.path.isfile(out / RECORD)):
+        return [f"{out} is to hold the dequantised checkpoint, but is something else; move it away"]
+    needed = parameter_bytes(meta_transformer(folder.transformer, dtype=dtype)) * len(folder.experts)
+    fault = space_fault(out, needed)
+    return (
+        [
+            f"{out}: the dequantised checkpoint for the engine {fault}; give more space, or set model.quantization to none"
+        ]
+        if fault
+        else []
+    )
+
+
 def _make(folder: ModelFolder, scheme: Quantization, dtype: str, out: Path, wanted: dict[str, Any]) -> None:
     others = [entry for entry in folder.path.iterdir() if entry.name not in (*folder.experts, RECORD)]
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for entry in others:
-        (partial / entry.name).symlink_to(entry.resolve(), target_is_directory=entry.is_dir())
-    for expert in folder.experts:
-        logger.info("writing the %s weights of %s to %s", scheme, expert, out)
-        transformer = load_transformer(folder.path, dtype=dtype, subfolder=expert, quantization=scheme)
-        save_merged(transformer, partial / expert)
-        del transformer  # before the next expert is read
-    (partial / RECORD).write_text(json.dumps({**wanted, "files": _files(partial)}, indent=1))
-    if out.exists():
+    if out.exists():  # of other weights: its space is needed
         shutil.rmtree(out)
-    partial.rename(out)
+    with whole_folder(out) as partial:
+        for entry in others:
+            (partial / entry.name).symlink_to(entry.resolve(), target_is_directory=entry.is_dir())
+        for expert in folder.experts:
+            logger.info("writing the %s weights of %s to %s", scheme, expert, out)
+            transformer = load_transformer(folder.path, dtype=dtype, subfolder=expert, quantization=scheme)
+            save_merged(transformer, partial / expert)
+            del transformer  # before the next expert is read
+        (partial / RECORD).write_text(json.dumps({**wanted, "files": _files(partial)}, indent=1))
+
+
+def _wanted(folder: ModelFolder, scheme: Quantization, dtype: str) -> dict[str, Any]:
+    return {"format": _FORMAT, "scheme": scheme, "dtype": dtype, "source": _fingerprint(folder)}
 
 
 def _fingerprint(folder: ModelFolder) -> list[list[Any]]:
@@ -108,23 +131,6 @@ def _is_whole(out: Path, wanted: dict[str, Any]) -> bool:
         return {**wanted, "files": _files(out)} == record
     except (OSError, ValueError):  # no such folder, half a record, a link to nothing
         return False
-
-
-def _check_place(out: Path, folder: ModelFolder, dtype: str) -> None:
-    """Nothing that is not ours is replaced, and the disk is asked before the work."""
-    if folder.path.resolve() in out.resolve().parents:
-        raise InputError([f"{out} lies inside the checkpoint that it is made from; choose another place"])
-    if out.is_symlink() or (out.exists() and not (out / RECORD).is_file()):
-        raise InputError([f"{out} is to hold the dequantised checkpoint, but is something else; move it away"])
-    needed = parameter_bytes(meta_transformer(folder.transformer, dtype=dtype)) * len(folder.experts)
-    free = shutil.disk_usage(out.parent).free
-    if needed > free:
-        raise InputError(
-            [
-                f"{out}: the dequantised checkpoint for the engine takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are "
-                "free; give more space, or set model.quantization to none"
-            ]
-        )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-TIMESTEPS = 1000  # the released models' training timesteps: t = 1000 sigma
+from miles_wan.timesteps import NUM_TRAIN_TIMESTEPS
 
 # What people and metrics call the components of a model with two.
 LABELS = {"transformer": "high", "transformer_2": "low"}
@@ -31,7 +31,7 @@ class Experts:
         int(t) >= 1000 boundary is high noise."""
         if self.boundary is None:
             return self.names[0]
-        return self.names[0 if int(timestep) >= self.boundary * TIMESTEPS else 1]
+        return self.names[0 if int(timestep) >= self.boundary * NUM_TRAIN_TIMESTEPS else 1]
 
     def route(self, timesteps: Sequence[float]) -> dict[str, list[int]]:
         """Positions of the timesteps by expert, high noise first; an expert without any has an empty list."""
@@ -43,9 +43,9 @@ class Experts:
     def ranges(self) -> Mapping[str, tuple[float, float]]:
         """The timesteps [low, high) of each expert; the largest one, 1000, belongs to the first, too."""
         if self.boundary is None:
-            return {self.names[0]: (0.0, float(TIMESTEPS))}
-        edge = float(math.ceil(self.boundary * TIMESTEPS))  # int(t) >= b is t >= ceil(b): 899.98 is below 900
-        return {self.names[0]: (edge, float(TIMESTEPS)), self.names[1]: (0.0, edge)}
+            return {self.names[0]: (0.0, float(NUM_TRAIN_TIMESTEPS))}
+        edge = float(math.ceil(self.boundary * NUM_TRAIN_TIMESTEPS))  # int(t) >= b is t >= ceil(b): 899.98 is below 900
+        return {self.names[0]: (edge, float(NUM_TRAIN_TIMESTEPS)), self.names[1]: (0.0, edge)}
 
     def guidance(self, first: float, second: float | None) -> Mapping[str, float]:
         """The guidance scale of each expert. Raises ValueError as ``guidance_by_expert``."""
@@ -76,7 +76,7 @@ def guidance_by_expert(names: Sequence[str], first: float, second: float | None)
             above 1: by the first an engine decides whether there is guidance at all.
     """
     if (second is not None) != (len(names) == 2):
-        raise ValueError(f"{len(names)} expert(s) with guidance scales {first:g} and {second}")
+        raise ValueError(f"{len(names)} expert(s) with guidance scales {first:g} and {second}: give one for each")
     if second is None:
         return {names[0]: first}
     if (first > 1) != (second > 1):

@@ -182,3 +182,13 @@ def stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in a safetensors file, from its header."""
     with safe_open(file, framework="pt") as handle:
         return {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118 - no mapping
+
+
+def stored_dtype(folder: Path) -> str:
+    """The key of ``DTYPES`` that a transformer's linear layers are stored in; ``fp32`` for what is neither."""
+    for path in _weight_files(folder):
+        with safe_open(path, framework="pt") as handle:
+            types = {str(handle.get_slice(name).get_dtype()) for name in handle.keys() if ".attn1.to_q." in name}  # noqa: SIM118
+        if types:
+            return "bf16" if types == {"BF16"} else "fp32"
+    return "fp32"

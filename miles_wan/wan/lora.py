@@ -91,7 +91,7 @@ def add_adapters(model: WanModel, settings: ModelConfig, *, names: Sequence[str]
         seed: of the run.
 
     Raises:
-        InputError: a target without layers, or an initial adapter that does not fit.
+        InputError: a target without layers, or an initial adapter that does not fit (``init_adapter_faults``).
     """
     for name, transformer in model.items():
         if name not in names:
@@ -105,9 +105,12 @@ def add_adapters(model: WanModel, settings: ModelConfig, *, names: Sequence[str]
             targets=settings.lora_targets,
             seed=derived_seed(seed, "lora", *own),
         )
-        if settings.init_adapter is not None:
+    if faults := init_adapter_faults(model, settings, names=names):
+        raise InputError(faults)
+    if settings.init_adapter is not None:
+        for name in names:
             path = adapter_folder(Path(settings.init_adapter), name, model.experts)
-            load_adapter(transformer, path, alpha=settings.lora_alpha)
+            load_adapter(model[name], path, alpha=settings.lora_alpha)
 
 
 def trainable_parameters(transformer: WanTransformer3DModel) -> Iterator[tuple[str, nn.Parameter]]:
@@ -188,6 +191,27 @@ def adapter_file(path: Path) -> Path:
     return path / WEIGHTS_NAME if path.is_dir() else path
 
 
+def init_adapter_faults(model: WanModel, settings: ModelConfig, *, names: Sequence[str]) -> list[str]:
+    """Why ``model.init_adapter`` does not fit a model whose transformers in ``names`` have their adapters already.
+
+    One of an expert that stays frozen is a fault, too: it would be left out, and that expert would compute as the base.
+    """
+    if settings.init_adapter is None:
+        return []
+    faults = []
+    for name in model.experts.names:
+        path = adapter_folder(Path(settings.init_adapter), name, model.experts)
+        if name in names:
+            faults += adapter_faults(model[name], path, alpha=settings.lora_alpha)
+        elif adapter_file(path).is_file():
+            faults.append(
+                f"model.init_adapter: {path} is the adapter of an expert that is not trained (model.train_experts = "
+                f"{settings.train_experts}) and would be left out; merge it into the checkpoint "
+                "(miles-wan export), train both experts, or move this folder away"
+            )
+    return faults
+
+
 def adapter_faults(transformer: WanTransformer3DModel, path: Path, *, alpha: int) -> list[str]:
     """Why the adapter at ``path`` does not fit the adapters injected into ``transformer``, from its header alone."""
     file = adapter_file(path)
@@ -195,7 +219,7 @@ def adapter_faults(transformer: WanTransformer3DModel, path: Path, *, alpha: int
         return [f"model.init_adapter: {path}: holds no adapter; give a folder with {WEIGHTS_NAME}, or the file"]
     try:
         stored = {name.removeprefix(PREFIX): shape for name, shape in stored_shapes(file).items()}
-        metadata = _metadata(file)
+        metadata = adapter_metadata(file)
     except Exception as error:  # safetensors, JSON, the file system: each has errors of its own
         return [f"model.init_adapter: {file} is not a readable adapter in safetensors format ({error}); save it again"]
     own = {name: tuple(parameter.shape) for name, parameter in trainable_parameters(transformer)}
@@ -238,7 +262,7 @@ def _first(faults: list[str], limit: int = 5) -> list[str]:
     return [*faults[:limit], f"model.init_adapter: ... and {rest} more of this kind"] if rest > 0 else faults
 
 
-def _metadata(file: Path) -> dict[str, Any]:
+def adapter_metadata(file: Path) -> dict[str, Any]:
     """The adapter's configuration, as diffusers stores it beside the tensors; empty without one."""
     with safe_open(file, "pt") as handle:
         metadata = json.loads((handle.metadata() or {}).get(METADATA_KEY, "{}"))

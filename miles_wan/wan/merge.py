@@ -5,8 +5,9 @@ never rounded to 8 bits again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -35,14 +36,16 @@ def merged_weights(transformer: WanTransformer3DModel) -> Iterator[tuple[str, Te
         quantized = leaf == "weight" and isinstance(module, QuantizedLinear)
         weight = module.dequantised() if quantized else whole_tensor(parameter)
         if leaf == "weight" and prefix.endswith(_BASE):
-            weight = _with_adapter(weight, transformer.get_submodule(prefix.removesuffix(_BASE)))
+            layer = transformer.get_submodule(prefix.removesuffix(_BASE))
+            assert isinstance(layer, LoraLayer)
+            a, b = (whole_tensor(side[ADAPTER].weight) for side in (layer.lora_A, layer.lora_B))
+            weight = with_adapter(weight, a, b, scaling=layer.scaling[ADAPTER])
         yield name.replace(f"{_BASE}.", "."), weight
 
 
-def _with_adapter(weight: Tensor, layer: torch.nn.Module) -> Tensor:
-    assert isinstance(layer, LoraLayer)
-    a, b = (whole_tensor(side[ADAPTER].weight).float() for side in (layer.lora_A, layer.lora_B))
-    return (weight.float() + layer.scaling[ADAPTER] * (b @ a)).to(weight.dtype)
+def with_adapter(weight: Tensor, a: Tensor, b: Tensor, *, scaling: float) -> Tensor:
+    """W + alpha / r B A in the type of W, from W [out, in], A [r, in], B [out, r] and ``scaling`` alpha / r."""
+    return (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
 
 
 def save_merged(transformer: WanTransformer3DModel, folder: Path, *, write: bool = True) -> None:
@@ -55,6 +58,11 @@ def save_merged(transformer: WanTransformer3DModel, folder: Path, *, write: bool
     """
     weights = {name: weight.cpu() for name, weight in merged_weights(transformer) if write}
     if write:
-        plain = meta_transformer(transformer.config)
-        plain.load_state_dict(weights, assign=True)
-        plain.save_pretrained(folder)
+        save_weights(transformer.config, weights, folder)
+
+
+def save_weights(config: Mapping[str, Any], weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the weights and the configuration of a transformer as diffusers does."""
+    plain = meta_transformer(config)
+    plain.load_state_dict(weights, assign=True)
+    plain.save_pretrained(folder)

@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doctor_cases import faults_of, only_fault
 from safetensors.torch import load_file, save_file
 
 from miles_wan.config import Config
 from miles_wan.doctor import check
+from miles_wan.errors import InputError
+from miles_wan.parity.inputs import check_inputs
+from miles_wan.supervised.model_check import model_faults
+from miles_wan.supervised.settings import read_settings
 from miles_wan.tiny import TinyPaths
+from miles_wan.wan.family import load_family
+from miles_wan.wan.lora import add_adapters, save_adapter, trainable_parameters
+from miles_wan.wan.model import meta_model
 
 
 def use(tree: dict[str, Any], paths: TinyPaths, **rollout: Any) -> dict[str, Any]:
@@ -35,12 +43,15 @@ def test_both_families_pass(t2v: dict[str, Any], i2v_paths: TinyPaths) -> None:
 
 def test_a_second_guidance_scale_is_needed_and_has_no_default(t2v: dict[str, Any]) -> None:
     del t2v["rollout"]["guidance_scale_2"]
-    assert only_fault(t2v).startswith("rollout.guidance_scale_2: missing; wan2.2-t2v-a14b has a second expert")
+    assert only_fault(t2v) == (
+        "rollout.guidance_scale, rollout.guidance_scale_2: 2 expert(s) with guidance scales 4 and None: give one for each "
+        "(wan2.2-t2v-a14b was released with 4 and 3)"
+    )
 
 
 def test_one_expert_takes_one_guidance_scale(tree: dict[str, Any]) -> None:
     tree["rollout"]["guidance_scale_2"] = 3.0
-    assert "has one expert; leave it out" in only_fault(tree)
+    assert only_fault(tree).endswith(" and 3: give one for each (wan2.2-ti2v-5b was released with 5)")
 
 
 def test_guidance_is_on_for_both_or_for_neither(t2v: dict[str, Any]) -> None:
@@ -109,3 +120,33 @@ def test_a_start_adapter_of_one_expert_alone_is_not_enough_for_both(t2v: dict[st
     assert [fault.split(": ")[1] for fault in faults] == [
         str(tmp_path / name) for name in ("transformer", "transformer_2")
     ]
+
+
+def test_a_start_adapter_of_an_expert_that_is_not_trained_is_not_left_out_silently(
+    t2v: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, adapters = load_family(Path(t2v["model"]["path"])), tmp_path / "adapter"
+    settings = Config.model_validate(t2v).model
+    model = meta_model(folder, dtype="fp32")
+    add_adapters(model, settings, names=model.names, seed=0)
+    for name, transformer in model.items():
+        tensors = {key: torch.zeros(tensor.shape) for key, tensor in trainable_parameters(transformer)}
+        save_adapter(adapters / name, tensors, rank=settings.lora_rank, alpha=settings.lora_alpha)
+    t2v["model"] |= {"init_adapter": str(adapters), "train_experts": "low"}
+    t2v["rollout"]["window_range"] = [4, 9]
+    fault = only_fault(t2v)
+    assert fault.startswith(f"model.init_adapter: {adapters / 'transformer'} is the adapter of an expert that is not")
+    assert "(model.train_experts = low)" in fault
+    assert "merge it into the checkpoint (miles-wan export), train both experts, or move this folder away" in fault
+    config = Config.model_validate(t2v)
+    with pytest.raises(InputError) as raised:
+        check_inputs(config, records=1, samples=1)  # of the parity command
+    assert raised.value.faults == (fault,)
+    supervised = read_settings([], {"model": t2v["model"], "data.train": "t"})
+    assert model_faults(supervised, folder, ["transformer_2"], device_bytes=None) == [fault]
+    with pytest.raises(InputError) as raised:
+        add_adapters(meta_model(folder, dtype="fp32"), config.model, names=["transformer_2"], seed=0)
+    assert raised.value.faults == (fault,)
+    shutil.rmtree(adapters / "transformer")
+    check(config)
+    assert model_faults(supervised, folder, ["transformer_2"], device_bytes=None) == []

@@ -12,6 +12,7 @@ import pytest
 from doctor_cases import check, only_fault, shard_over_all, use_cuda
 
 from miles_wan.doctor import machine
+from miles_wan.wan import dequantised
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -103,6 +104,23 @@ def test_an_empty_output_folder_is_kept(tree: dict[str, Any]) -> None:
 def test_a_full_disk(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - 2**29, 2**29))
     assert "only 0.50 GiB are free" in only_fault(tree)
+
+
+def test_the_engines_copy_of_a_quantized_base_needs_space(
+    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree["model"]["quantization"] = "int8"
+    check(tree)
+    monkeypatch.setattr(dequantised, "parameter_bytes", lambda _: 30 * 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, 20 * 2**30))
+    out = Path(tree["output_dir"]) / "engine_checkpoint"
+    assert only_fault(tree) == (
+        f"output_dir: {out}: the dequantised checkpoint for the engine takes 30.0 GiB, 20.0 GiB are free; give more space, "
+        "or set model.quantization to none"
+    )
+    assert not out.parent.exists()
+    tree["rollout"]["engine"] = "local"  # it computes with the trainer's own weights
+    check(tree)
 
 
 def test_samples_that_do_not_fit_into_shared_memory_are_a_warning(

@@ -28,7 +28,7 @@ def build(folder: Path, model: str, rank: int, *, train_experts: str = "both") -
         "model": {
             "path": model,
             "dtype": "fp32",
-            "init_adapter": str(folder / "adapter"),
+            "init_adapter": str(folder / f"adapter_{train_experts}"),
             "train_experts": train_experts,
         },
         "data": {"train": "train.jsonl"},

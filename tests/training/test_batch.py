@@ -9,6 +9,7 @@ import pytest
 import torch
 from golden_data import ONE, ti2v_item, ti2v_rollout
 
+from miles_wan.timesteps import timestep_of
 from miles_wan.training.batch import (
     ForwardBatch,
     PairBatch,
@@ -188,3 +189,16 @@ def test_noise_levels_can_be_kept_to_those_of_a_trained_expert():
     assert [sorted(pair.sigma for pair in pairs[start : start + 2]) for start in (0, 2)] == [
         pytest.approx(sorted(grid[[1, 4]].tolist()))
     ] * 2
+
+
+def test_a_noise_level_belongs_to_the_expert_that_the_rollout_called_there():
+    """float32 0.9 lies below 0.9: in float64 its timestep is 899.99998, in the engine's float32 it is 900."""
+    experts = Experts(("transformer", "transformer_2"), 0.9)
+    sigmas = np.array([1, 0.9, 0], dtype=np.float32)
+    item = finished(seed=1)
+    item = replace(item, trajectory=replace(item.trajectory, sigmas=sigmas))
+    pairs = noise_pairs([item], levels=2, seed=0)
+    assert sorted(pair.timestep for pair in pairs) == sorted((sigmas[:-1] * np.float32(1000)).tolist()) == [900, 1000]
+    assert len(by_expert(pairs, experts)["transformer"]) == 2
+    batch = stack_noised("transformer", 2, pairs, CPU)
+    assert timestep_of(batch.sigma).tolist() == [pair.timestep for pair in pairs]

@@ -56,8 +56,9 @@ def start_adapter(model: Path, expert: str) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, t2v_paths: TinyPaths, i2v_paths: TinyPaths) -> Any:
     folder = tmp_path_factory.mktemp("experts")
-    for expert in EXPERTS:
-        save_adapter(folder / "adapter" / expert, start_adapter(t2v_paths.model, expert), rank=RANK, alpha=ALPHA)
+    for start, expert in (("both", EXPERTS[0]), ("both", EXPERTS[1]), ("high", EXPERTS[0])):
+        tensors = start_adapter(t2v_paths.model, expert)
+        save_adapter(folder / f"adapter_{start}" / expert, tensors, rank=RANK, alpha=ALPHA)
     path = os.pathsep.join([str(GOLDEN.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     script, models = Path(__file__).with_name("expert_ranks.py"), (str(t2v_paths.model), str(i2v_paths.model))

@@ -140,24 +140,45 @@ def test_a_whole_folder_of_the_same_weights_is_kept_and_any_other_is_made_again(
     assert {path.name for path in out.parent.iterdir()} == {"engine", ".engine.lock"}
 
 
-def test_what_a_killed_call_left_is_not_taken_for_a_checkpoint(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "engine"
-
-    def killed(transformer: Any, folder: Path) -> None:
-        save_merged(transformer, folder)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(dequantised, "save_merged", killed)
-    with pytest.raises(KeyboardInterrupt):
-        dequantised_checkpoint(load_family(model), "int8", "fp32", out)
-    assert not out.exists()
-    monkeypatch.undo()
-    (out.with_name(".engine.partial") / "stale").write_text("")
+def test_what_a_killed_call_left_is_not_taken_for_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    out, left = tmp_path / "engine", tmp_path / ".engine.partial"
+    left.mkdir()
+    (left / "stale").write_text("")
     dequantised_checkpoint(load_family(model), "int8", "fp32", out)
     assert not (out / "stale").exists()
-    assert not out.with_name(".engine.partial").exists()
+    assert not left.exists()
+
+
+def test_a_failed_call_leaves_nothing_that_takes_space(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(transformer: Any, folder: Path) -> None:
+        save_merged(transformer, folder)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dequantised, "save_merged", failed)
+    with pytest.raises(MilesWanError, match="No space left on device"):
+        dequantised_checkpoint(load_family(model), "int8", "fp32", tmp_path / "engine")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", ".engine.lock"}
+
+
+@pytest.mark.parametrize("left", ["engine", ".engine.partial"])
+def test_what_is_replaced_counts_as_free_space(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    """On a disk with room for one copy, one of other weights and what a killed call left do not block the next call."""
+    folder, out = load_family(model), tmp_path / "engine"
+    needed = sum(tensor.nbytes for tensor in load_transformer(model, dtype="fp32").parameters())
+    dequantised_checkpoint(folder, "fp8", "fp32", out)
+    out.rename(tmp_path / left)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 2**10))
+    assert needed > 2**10
+    dequantised_checkpoint(folder, "int8", "fp32", out)
+    assert check_model_folder(out) == []
+    shutil.rmtree(out)
+    with pytest.raises(InputError, match="are free; give more space"):
+        dequantised_checkpoint(folder, "int8", "fp32", out)
 
 
 def test_calls_at_the_same_time_make_it_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from miles_wan.records import Conditioning, Float32, PromptRecord, RolloutOutput
 from miles_wan.rollout.base import Answer, DebugTensors
 from miles_wan.rollout.local.conditioning import encode_conditioning
 from miles_wan.rollout.local.sampler import Step, denoise, sigma_grid
-from miles_wan.wan.experts import TIMESTEPS
+from miles_wan.timesteps import timestep_of
 from miles_wan.wan.family import ModelFolder, legal_frames, legal_size
 from miles_wan.wan.model import WanModel
 from miles_wan.wan.text import PromptEncoder, prompts_of
@@ -227,7 +227,7 @@ def _trajectory(
         latents=np.stack(pairs) if pairs else np.zeros((0, 2, *final.shape), dtype=np.float32),
         steps=steps,
         sigmas=sigmas,
-        timesteps=sigmas[list(steps)] * np.float32(TIMESTEPS),
+        timesteps=timestep_of(sigmas[list(steps)]),
         log_probs=log_probs[list(steps)],
         has_condition=request.record.image_path is not None,
         policy_version=request.policy_version,

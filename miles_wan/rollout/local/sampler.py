@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_wan.flow import explicit_sigmas, shifted_sigmas, transition
 from miles_wan.records import Conditioning, Float32, SamplingSettings
-from miles_wan.wan.experts import TIMESTEPS
+from miles_wan.timesteps import timestep_of
 from miles_wan.wan.model import WanModel
 
 
@@ -79,7 +79,7 @@ def denoise(
     state = draw()
     for index in range(len(sigmas) - 1):
         sigma, stochastic = sigmas[index], index in stochastic_steps
-        timestep = sigma * TIMESTEPS
+        timestep = timestep_of(sigma)
         expert = model.experts.of(float(timestep))
         inputs = model.input(
             state,

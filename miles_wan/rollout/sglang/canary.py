@@ -19,8 +19,9 @@ from miles_wan.errors import EngineError
 from miles_wan.records import Float32, PromptRecord, RolloutRequest, SamplingSettings
 from miles_wan.rollout.base import Answer, DebugTensors, hook_not_in_effect
 from miles_wan.rollout.sglang.query import SampleQuery
+from miles_wan.timesteps import NUM_TRAIN_TIMESTEPS, timestep_of
 from miles_wan.wan.conditioning import MASK_CHANNELS
-from miles_wan.wan.experts import TIMESTEPS, Experts
+from miles_wan.wan.experts import Experts
 from miles_wan.wan.facts import WanFamily
 
 _TOLERANCE = 1e-4
@@ -41,8 +42,8 @@ def canary_query(family: WanFamily, flow_shift: float, *, with_image: bool = Tru
 def expert_queries(family: WanFamily, flow_shift: float, experts: Experts) -> tuple[SampleQuery, SampleQuery]:
     """Two requests that differ in the guidance of the low-noise expert alone, with steps right above and below the boundary."""
     edge = experts.ranges()[experts.names[0]][0]
-    timesteps = (TIMESTEPS, edge + 0.07, edge - 0.02, edge / 2, 0.0)
-    sigmas = tuple(timestep / TIMESTEPS for timestep in timesteps)
+    timesteps = (NUM_TRAIN_TIMESTEPS, edge + 0.07, edge - 0.02, edge / 2, 0.0)
+    sigmas = tuple(timestep / NUM_TRAIN_TIMESTEPS for timestep in timesteps)
     first, second = (
         _query(
             family,
@@ -114,7 +115,7 @@ def check_experts(answers: Sequence[Answer], experts: Experts) -> None:
     one, other = answers
     assert one.debug is not None
     assert other.debug is not None
-    timesteps = [float(sigma * TIMESTEPS) for sigma in one.sigmas[:-1]]
+    timesteps = timestep_of(one.sigmas[:-1]).tolist()
     wanted = [experts.of(timestep) for timestep in timesteps].index(experts.names[1])
     moved = np.abs(one.debug.model_outputs - other.debug.model_outputs).max(axis=(1, 2, 3, 4))
     if not moved.any():

@@ -18,7 +18,7 @@ from miles_wan.records import Conditioning, Float32, RolloutOutput, SamplingSett
 from miles_wan.rollout.base import Answer, DebugTensors, EngineMismatchError
 from miles_wan.rollout.sglang.hooks import CONDITION_KEY
 from miles_wan.rollout.sglang.query import SampleQuery
-from miles_wan.wan.experts import TIMESTEPS
+from miles_wan.timesteps import NUM_TRAIN_TIMESTEPS, timestep_of
 
 _SIGMA_TOLERANCE = 1e-6
 
@@ -141,8 +141,8 @@ def _timesteps(trajectory: Mapping[str, Any], query: SampleQuery, sigmas: Float3
     """Of the returned states: what the transformer was called with, and what chose it."""
     indices = query.returned_states
     used = _float32(_required(trajectory, "timesteps"), "timesteps", (len(indices),))
-    wanted = sigmas[list(indices)] * TIMESTEPS
-    if np.abs(used - wanted).max() > _SIGMA_TOLERANCE * TIMESTEPS:
+    wanted = timestep_of(sigmas[list(indices)])
+    if np.abs(used - wanted).max() > _SIGMA_TOLERANCE * NUM_TRAIN_TIMESTEPS:
         raise EngineError(f"timesteps: the sigmas give {wanted.tolist()}, the engine used {used.tolist()}")
     return dict(zip(indices, used, strict=True))
 

@@ -76,8 +76,19 @@ def engine_checkpoint(config: Config, folder: ModelFolder) -> Path:
     from miles_wan.wan.dequantised import dequantised_checkpoint  # loads diffusers
 
     settings = config.model
-    out = Path(config.output_dir) / "engine_checkpoint"
-    return dequantised_checkpoint(folder, settings.quantization, settings.dtype, out)
+    return dequantised_checkpoint(folder, settings.quantization, settings.dtype, _copy(config))
+
+
+def engine_checkpoint_faults(config: Config, folder: ModelFolder) -> list[str]:
+    """Why there is no place for ``engine_checkpoint``; asked before anything starts."""
+    from miles_wan.wan.dequantised import dequantised_faults  # loads diffusers
+
+    faults = dequantised_faults(folder, config.model.quantization, config.model.dtype, _copy(config))
+    return [f"output_dir: {fault}" for fault in faults]
+
+
+def _copy(config: Config) -> Path:
+    return Path(config.output_dir) / "engine_checkpoint"
 
 
 def engine_settings(
