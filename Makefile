@@ -3,6 +3,7 @@
 # make test    lint, type check and the whole test suite
 # make test-kills  kill and resume at every injected point (half an hour)
 # make evidence-algorithms  every algorithm's recipe, true and flipped, three seeds (an hour)
+# make evidence-experts  both A14B families, true and flipped, three seeds (a quarter of an hour)
 # make evidence  seeds 0, 1, 2 with true, flipped and zero learning signal (hours)
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +12,7 @@ DEMO ?= runs/demo
 STAMP := $(VENV)/.installed
 COMMA := ,
 
-.PHONY: setup demo test lint test-kills evidence evidence-algorithms clean
+.PHONY: setup demo test lint test-kills evidence evidence-algorithms evidence-experts clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -34,7 +35,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-kills: setup
 	MILES_WAN_ALL_KILL_POINTS=1 $(BIN)/python -m pytest tests/e2e/test_kill_and_resume.py
@@ -46,6 +47,11 @@ evidence-algorithms: setup
 	$(BIN)/python benchmarks/evidence.py --out runs/evidence-algorithms --in-process --workers 2 --signals true flipped \
 	  --recipes tiny_ti2v $(patsubst configs/algorithms/%.yaml,tiny_ti2v$(COMMA)%,$(wildcard configs/algorithms/*.yaml)) \
 	  --extra="--device cpu --rollout.engine local --rollout.samples-per-call 8 --num-gpus 1 --eval.interval 10"
+
+evidence-experts: setup
+	for family in t2v i2v; do $(BIN)/python benchmarks/evidence.py --out runs/evidence-$$family --in-process --workers 2 \
+	  --signals true flipped --family wan2.2-$$family-a14b --recipes tiny_a14b \
+	  --extra="--device cpu --rollout.engine local --rollout.samples-per-call 8 --num-gpus 1 --eval.interval 10" || exit 1; done
 
 clean:
 	rm -rf runs build *.egg-info

@@ -31,12 +31,17 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Case:
-    """What is sampled; ``size`` is width, height, frames."""
+    """What is sampled; ``size`` is width, height, frames; ``guidance_2`` that of the low-noise expert, if there is one."""
 
     kind: str
     image: bool
     guidance: float
     size: tuple[int, int, int]
+    guidance_2: float | None = None
+
+    @property
+    def guidance_text(self) -> str:
+        return f"{self.guidance:g}" if self.guidance_2 is None else f"{self.guidance:g} / {self.guidance_2:g}"
 
 
 @dataclass(frozen=True)
@@ -83,19 +88,19 @@ class Report:
     @property
     def exact(self) -> bool:
         """Whether the bound is promised: in float32."""
-        return self.name.startswith("fp32")
+        return "fp32" in self.name
 
     def within(self, bound: float) -> bool:
         """Whether latents and both ways of scoring agree."""
         return all(getattr(row, name) <= bound for row in (*self.start, *self.after) for name in BOUNDED)
 
 
-def markdown(reports: Sequence[Report], own_rounding: Mapping[float, float]) -> str:
+def markdown(reports: Sequence[Report], own_rounding: Mapping[str, float]) -> str:
     """Overview, log-prob gaps by step, and every case of every combination; ``own_rounding`` of bfloat16 by guidance scale."""
     parts = ["## Overview", *_overview(reports), "", "## Log-prob of SGLang against the trainer's forward, by step", ""]
     parts += [*_steps(reports), "", "## Updates", "", *_updates(reports)]
     for guidance, difference in own_rounding.items():
-        parts += ["", f"bfloat16 against float32 arithmetic, velocity, guidance {guidance:g}: {difference:.1e}"]
+        parts += ["", f"bfloat16 against float32 arithmetic, velocity, guidance {guidance}: {difference:.1e}"]
     for report in reports:
         for when, rows in report.tables:
             parts += ["", f"## {report.name}, {when}", "", *_cases(rows)]
@@ -117,7 +122,7 @@ def _cases(rows: Sequence[Measurement]) -> list[str]:
     for row in rows:
         case = row.case
         lines.append(
-            _row(case.kind, "yes" if case.image else "no", f"{case.guidance:g}", _size(case.size), *_figures([row]))
+            _row(case.kind, "yes" if case.image else "no", case.guidance_text, _size(case.size), *_figures([row]))
         )
     return lines
 

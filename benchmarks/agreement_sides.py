@@ -8,7 +8,6 @@ import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,25 +20,41 @@ from miles_wan.rollout.base import Answer, SyncReport
 from miles_wan.rollout.local.engine import LocalEngine
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.rollout.sglang.payload import serialize_update
-from miles_wan.training.batch import step_batches
+from miles_wan.training.batch import by_expert, micro_batches, stack_steps, step_pairs
 from miles_wan.training.policy import PolicyObjective
 from miles_wan.training.velocity import VelocityModel
 from miles_wan.training.worker import TrainingWorker
 from miles_wan.wan.conditioning import sampled_mask
-from miles_wan.wan.load import load_transformer
+from miles_wan.wan.facts import WanFamily
+from miles_wan.wan.family import ModelFolder
+from miles_wan.wan.model import WanModel, load_model
 from miles_wan.weight_sync.update import make_update
 
 CPU = torch.device("cpu")
 SEEDS = (7, 100)
 STEPS, NUM_STEPS, ETA, SHIFT = (0, 1, 2, 4), 6, 0.7, 5.0
-GUIDANCE = (1.0, 3.0)
+GUIDANCE = ((1.0, 1.0), (3.0, 2.0))  # of the model, or the high-noise expert; of the low-noise one
 SIZES = ((32, 32, 5), (96, 64, 9))  # width, height, frames
 RANK, ALPHA = 4, 8
 
 
-def cases() -> Iterator[Case]:
-    for kind, image, guidance, size in itertools.product(("flow_sde", "cps", "ode"), (True, False), GUIDANCE, SIZES):
-        yield Case(kind=kind, image=image, guidance=guidance, size=size)
+def cases(family: WanFamily) -> Iterator[Case]:
+    """Every law with each way to start, guidance and size."""
+    for kind, image, (guidance, second), size in itertools.product(
+        ("flow_sde", "cps", "ode"), starts(family), GUIDANCE, SIZES
+    ):
+        yield Case(
+            kind=kind,
+            image=image,
+            guidance=guidance,
+            size=size,
+            guidance_2=second if len(family.experts) == 2 else None,
+        )
+
+
+def starts(family: WanFamily) -> tuple[bool, ...]:
+    """With a first image, without one, or both."""
+    return {"none": (False,), "channels": (True,), "first_frame": (True, False)}[family.image_conditioning]
 
 
 def request_for(
@@ -56,6 +71,7 @@ def request_for(
         flow_shift=SHIFT,
         kind=case.kind,
         noise_level=ETA,
+        guidance_scale_2=case.guidance_2,
     )
     return RolloutRequest(
         record=record if case.image else replace(record, image_path=None),
@@ -72,9 +88,9 @@ def request_for(
 class Sides:
     """A server, a trainer and the local engine over the trainer's transformer."""
 
-    def __init__(self, engine: SGLangEngine, worker: TrainingWorker, config: Config, model: Path) -> None:
-        self.engine, self.worker, self.config = engine, worker, config
-        self.local = LocalEngine(model, worker.transformer, dtype=config.model.dtype, expand_timesteps=True, device=CPU)
+    def __init__(self, engine: SGLangEngine, worker: TrainingWorker, config: Config, folder: ModelFolder) -> None:
+        self.engine, self.worker, self.config, self.folder = engine, worker, config, folder
+        self.local = LocalEngine(folder, worker.model, device=CPU)
 
     async def compare(self, case: Case, record: PromptRecord) -> Measurement:
         """Both engines' videos of a case, each scored by the other side."""
@@ -102,19 +118,23 @@ class Sides:
     def trainer_gaps(self, case: Case, trajectory: Trajectory | None, conditioning: Conditioning) -> np.ndarray:
         """Log-prob of the trainer's forward minus the server's [K], on a trajectory of the server."""
         assert trajectory is not None
-        rollout = self.config.rollout.model_copy(update={"guidance_scale": case.guidance, "sampler": case.kind})
+        scales = {"guidance_scale": case.guidance, "guidance_scale_2": case.guidance_2}
+        rollout = self.config.rollout.model_copy(update={**scales, "sampler": case.kind})
         config = self.config.model_copy(update={"rollout": rollout})
-        objective = PolicyObjective(VelocityModel(self.worker.transformer, None, config, expand_timesteps=True), config)
-        item = train_item(trajectory, conditioning, advantage=0.0)
-        gaps = [
-            (objective.law(batch).transition.log_prob - batch.engine_log_prob).numpy()
-            for batch in step_batches([item], size=1, device=CPU)
-        ]
-        return np.concatenate(gaps) if gaps else np.zeros(0)
+        objective = PolicyObjective(VelocityModel(self.worker.model, None, config), config)
+        pairs = by_expert(step_pairs([train_item(trajectory, conditioning, advantage=0.0)]), self.worker.model.experts)
+        if not any(pairs.values()):
+            return np.zeros(0)
+        counts = {name: len(own) for name, own in pairs.items()}
+        batches = micro_batches(pairs, stack_steps, counts=counts, size=1, device=CPU)  # high noise first, as the steps
+        return np.concatenate(
+            [(objective.law(batch).transition.log_prob - batch.engine_log_prob).numpy() for batch in batches]
+        )
 
     def sglang_gaps(self, request: RolloutRequest, ours: Answer, theirs: Answer) -> np.ndarray:
         """Log-prob by the server's velocities minus the local engine's [K], on a trajectory of the local engine."""
-        trajectory, given = ours.output.trajectory, request.record.image_path is not None
+        trajectory = ours.output.trajectory
+        given = request.record.image_path is not None and self.folder.image_conditioning == "first_frame"
         assert trajectory is not None
         assert theirs.debug is not None
         gaps = []
@@ -136,10 +156,12 @@ class Sides:
         return np.array(gaps)
 
     async def update(self, records: Sequence[PromptRecord], *, version: int) -> dict[str, float]:
-        """Train on videos of the server, with and without a first image; then push the new adapter into it."""
+        """Train on videos of the server, with and without a first image where there may be one; then push the new adapters
+        into it."""
         items: list[TrainItem] = []
-        for record, image in itertools.product(records, (True, False)):
-            case = Case(kind="flow_sde", image=image, guidance=3.0, size=SIZES[0])
+        guidance, second = self.config.rollout.guidance_scale, self.config.rollout.guidance_scale_2
+        for record, image in itertools.product(records, starts(self.folder.family)):
+            case = Case(kind="flow_sde", image=image, guidance=guidance, size=SIZES[0], guidance_2=second)
             seeds = tuple(SEEDS[0] + 1000 * version + index for index in range(2))
             request = request_for(case, record, seeds=seeds, version=version - 1)
             outputs = await self.engine.generate(request, (0, 1), return_conditioning=True)
@@ -149,44 +171,46 @@ class Sides:
                 assert output.trajectory is not None
                 items.append(train_item(output.trajectory, conditioning, advantage=advantage))
         metrics = self.worker.update([items], rollout_id=version - 1)
-        report = await self.push(version)
+        reports = await self.push(version)
         return {
-            "policy_version": report.policy_version,
-            "tensors": report.tensors,
-            "unmapped": report.unmapped,
+            "policy_version": version,
+            "tensors": sum(report.tensors for report in reports),
+            "unmapped": sum(report.unmapped for report in reports),
             "log_prob_gap_max": metrics["train/log_prob_gap_max"],
             "pairs": metrics["train/log_prob_pairs"],
             "grad_norm": metrics["train/grad_norm"],
         }
 
-    async def push(self, version: int) -> SyncReport:
-        update = make_update(
-            self.worker.adapter().items(),
-            target_module="transformer",
-            alpha=ALPHA,
-            rank=RANK,
-            policy_version=version,
-        )
-        payload = serialize_update(update, "cpu", consumers=self.config.rollout.tp_size)
-        try:
-            return await self.engine.apply_weights(payload.as_push())
-        finally:
-            payload.release()
+    async def push(self, version: int) -> list[SyncReport]:
+        """The adapter of each expert."""
+        reports = []
+        for module, tensors in self.worker.adapters().items():
+            update = make_update(tensors.items(), target_module=module, alpha=ALPHA, rank=RANK, policy_version=version)
+            payload = serialize_update(update, "cpu", consumers=self.config.rollout.tp_size)
+            try:
+                reports.append(await self.engine.apply_weights(payload.as_push()))
+            finally:
+                payload.release()
+        return reports
 
 
-def own_rounding(model: Path, record: PromptRecord) -> dict[float, float]:
-    """By guidance scale: what bfloat16 alone does to the velocity of the first step, relative to float32 arithmetic on the
+def own_rounding(folder: ModelFolder, record: PromptRecord) -> dict[str, float]:
+    """By guidance: what bfloat16 alone does to the velocity of the first step, relative to float32 arithmetic on the
     same (bfloat16) weights. Both from the trainer's forward."""
-    loaded = load_transformer(model, dtype="bf16")
-    rounded, exact = (
-        LocalEngine(model, transformer, dtype=dtype, expand_timesteps=True, device=CPU)
-        for transformer, dtype in ((loaded, "bf16"), (copy.deepcopy(loaded).float(), "fp32"))
+    loaded = load_model(folder, dtype="bf16")
+    raised = WanModel(
+        {name: copy.deepcopy(transformer).float() for name, transformer in loaded.items()},
+        experts=loaded.experts,
+        image_conditioning=loaded.image_conditioning,
+        dtype=torch.float32,
     )
-    result: dict[float, float] = {}
-    for guidance in GUIDANCE:
-        request = request_for(Case(kind="ode", image=True, guidance=guidance, size=SIZES[-1]), record)
-        [ours], [theirs] = (engine.generate_debug(request, (0,)) for engine in (rounded, exact))
-        result[guidance] = relative(*next(velocity_pairs(ours, theirs)))
+    rounded, exact = (LocalEngine(folder, model, device=CPU) for model in (loaded, raised))
+    result: dict[str, float] = {}
+    for case in cases(folder.family):
+        if (case.kind, case.size, case.image) == ("ode", SIZES[-1], starts(folder.family)[0]):
+            request = request_for(case, record)
+            [ours], [theirs] = (engine.generate_debug(request, (0,)) for engine in (rounded, exact))
+            result[case.guidance_text] = relative(*next(velocity_pairs(ours, theirs)))
     return result
 
 

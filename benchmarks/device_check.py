@@ -101,7 +101,7 @@ def _loss_and_gradients(device: torch.device, dtype: torch.dtype, *, sharded: bo
         torch.full((2,), 1000 * float(sigmas[2]), device=device),
         condition_latent=condition,
         has_condition=torch.tensor([True, True], device=device),
-        expand_timesteps=True,
+        image_conditioning="first_frame",
     )
     velocity = guided_velocity(
         transformer,

@@ -1,4 +1,5 @@
-"""Writes the reference pages that follow from the code: docs/configuration.md and docs/metrics.md (with summary.json).
+"""Writes the reference pages that follow from the code: docs/configuration.md, docs/supervised-configuration.md and
+docs/metrics.md (with summary.json).
 
 python docs/generate.py
 """
@@ -13,6 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from miles_wan.config import Config, RewardFunction
+from miles_wan.supervised.config import SftConfig
+from miles_wan.supervised.summary import SUPERVISED_FIELDS
 from miles_wan.tracking.names import metrics_table_markdown
 from miles_wan.tracking.summary import summary_markdown
 
@@ -26,15 +29,35 @@ before anything starts. `tp_size` and `dp_size` follow `cluster.num_gpus` unless
 """
 
 
+SUPERVISED_HEAD = """# Configuration of supervised training
+
+Generated from `miles_wan/supervised/config.py`: the fields of `miles-wan sft` ([supervised training](supervised.md)). As
+elsewhere every field has a dotted flag, `--section.field value`, and values are YAML: `--data.buckets "[[832, 480], [480, 832]]"`.
+"""
+
+
 def configuration_markdown() -> str:
     """The page docs/configuration.md."""
-    top = {name: info for name, info in Config.model_fields.items() if not _is_section(info)}
-    parts = [HEAD, "## Run\n", _table("", top)]
-    for name, info in Config.model_fields.items():
-        if _is_section(info):
-            parts += [f"## {name}\n", _table(f"{name}.", info.annotation.model_fields)]  # type: ignore[union-attr]
+    parts = [HEAD, *_sections(Config)]
     parts += ["## reward.functions[i]\n", _table("reward.functions.0.", RewardFunction.model_fields)]
     return "\n".join(parts)
+
+
+def supervised_markdown() -> str:
+    """The page docs/supervised-configuration.md."""
+    rows = "".join(f"| `{key}` | {meaning} |\n" for key, meaning in SUPERVISED_FIELDS.items())
+    summary = f"## summary.json\n\nWritten at the end of a run.\n\n| field | meaning |\n|---|---|\n{rows}"
+    return "\n".join([SUPERVISED_HEAD, *_sections(SftConfig), summary])
+
+
+def _sections(config: type[BaseModel]) -> list[str]:
+    """A table of the fields outside all sections, then one for each section."""
+    top = {name: info for name, info in config.model_fields.items() if not _is_section(info)}
+    parts = ["## Run\n", _table("", top)]
+    for name, info in config.model_fields.items():
+        if _is_section(info):
+            parts += [f"## {name}\n", _table(f"{name}.", info.annotation.model_fields)]  # type: ignore[union-attr]
+    return parts
 
 
 def metrics_markdown() -> str:
@@ -75,8 +98,9 @@ def _default(info: FieldInfo) -> str:
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write the pages."""
     (HERE / "configuration.md").write_text(configuration_markdown())
+    (HERE / "supervised-configuration.md").write_text(supervised_markdown())
     (HERE / "metrics.md").write_text(metrics_markdown())
 
 

@@ -146,12 +146,24 @@ def _parity(argv: Sequence[str]) -> int:
     return 0 if report.holds else 1
 
 
+def sft() -> None:
+    """Supervised training on video-caption data, both experts of an A14B under one optimizer. It takes the flags of
+    scripts/run_diffusion_sft_wan22.py, dotted ones included."""
+
+
+def _sft(argv: Sequence[str]) -> int:
+    from miles_wan.supervised.launch import main as launch
+
+    return launch(argv, prog="miles-wan sft")
+
+
 def _long_name(token: str) -> str:
     return "--data-jsonl" + token.removeprefix("--data") if token.partition("=")[0] == "--data" else token
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "train": train,
+    "sft": sft,
     "tiny": tiny,
     "inspect": inspect,
     "doctor": doctor,
@@ -167,6 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             _doctor(given[1:])
         elif given[:1] == ["parity"]:
             sys.exit(_parity(given[1:]))
+        elif given[:1] == ["sft"]:
+            sys.exit(_sft(given[1:]))
         else:
             tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="miles-wan", args=given)
     except MilesWanError as error:

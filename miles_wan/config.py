@@ -37,6 +37,11 @@ class ModelConfig(Section):
         description="Folder of a diffusers-format Wan2.2 checkpoint (it holds model_index.json), or a hub id."
     )
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="Storage and compute type of the frozen base weights.")
+    quantization: Literal["none", "int8", "fp8"] = Field(
+        "none",
+        description="Storage of the frozen linear layers inside the transformer blocks: 8 bits with a scale per output "
+        "channel. They compute in dtype (docs/quantization.md).",
+    )
     lora_rank: Positive = Field(4, description="Rank r of every adapter pair.")
     lora_alpha: Positive = Field(
         8, description="Adapters are scaled by alpha / r. A whole number: the engine takes no other."

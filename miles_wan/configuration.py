@@ -8,14 +8,16 @@ import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from miles_wan.combinations import check_config
-from miles_wan.config import Config, RewardFunction
+from miles_wan.config import Config, RewardFunction, Section
 from miles_wan.errors import InputError
+
+AnyConfig = TypeVar("AnyConfig", bound=Section)
 
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
 
@@ -101,28 +103,40 @@ def read_config(recipes: Sequence[Path], overrides: Mapping[str, Any], extra_arg
         InputError: all faults together.
     """
     faults: list[str] = []
+    places = {key: value for key, value in overrides.items() if key != "reward_model"}
+    tree = merged(recipes, places, extra_args, faults)
+    if (reward_model := overrides.get("reward_model")) is not None:
+        _set_reward_model(tree, reward_model)
+    _fill_parallel_sizes(tree)
+    return validated(Config, tree, faults)
+
+
+def merged(
+    recipes: Sequence[Path], overrides: Mapping[str, Any], extra_args: Sequence[str], faults: list[str]
+) -> dict[str, Any]:
+    """Recipes, overrides and command line as one tree, the later over the earlier; what is wrong with them goes to
+    ``faults``."""
     tree: dict[str, Any] = {}
     for recipe in recipes:
         _merge(tree, _read_recipe(recipe, faults))
     parsed = _parse_args(extra_args, faults)
-    reward_model = overrides.get("reward_model")
     for key, value in {**overrides, **parsed}.items():
-        if key != "reward_model":
-            _set(tree, key, value, faults)
-    if reward_model is not None:
-        _set_reward_model(tree, reward_model)
-    _fill_parallel_sizes(tree)
+        _set(tree, key, value, faults)
+    return tree
+
+
+def validated(model: type[AnyConfig], tree: Mapping[str, Any], faults: Sequence[str]) -> AnyConfig:
+    """The configuration ``model`` of a tree. Raises InputError with ``faults`` and every fault of a field."""
     try:
-        config = Config.model_validate(tree)
+        config = model.model_validate(tree)
     except ValidationError as error:
-        faults += [_sentence(detail) for detail in error.errors()]
-        raise InputError(faults) from None
+        raise InputError([*faults, *(_sentence(detail, model) for detail in error.errors())]) from None
     if faults:
         raise InputError(faults)
     return config
 
 
-def dump_config(config: Config, path: Path) -> None:
+def dump_config(config: Section, path: Path) -> None:
     """Write the whole configuration as a recipe that ``load_config`` reads back equal. Raises InputError if it cannot."""
     try:
         path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
@@ -230,33 +244,33 @@ def _fill_parallel_sizes(tree: dict[str, Any]) -> None:
     training.setdefault("dp_size", max(1, devices))
 
 
-def _sentence(detail: Any) -> str:
+def _sentence(detail: Any, model: type[Section]) -> str:
     place = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        return f"{place}: no such field{_suggestion(detail['loc'])}"
+        return f"{place}: no such field{_suggestion(detail['loc'], model)}"
     if detail["type"] == "missing":
         flags = {"model": "--model", "model.path": "--model", "data": "--data-jsonl", "data.train": "--data-jsonl"}
         return f"{place}: required and not given" + (f"; pass {flags[place]}" if place in flags else "")
     return f"{place} = {reprlib.repr(detail['input'])}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
 
 
-def _suggestion(location: Sequence[str | int]) -> str:
+def _suggestion(location: Sequence[str | int], model: type[Section]) -> str:
     from difflib import get_close_matches
 
-    names = all_fields()
+    names = all_fields(model)
     close = get_close_matches(".".join(map(str, location)), names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def all_fields() -> list[str]:
-    """Dotted names of all fields, sections included."""
+def all_fields(model: type[Section] = Config) -> list[str]:
+    """Dotted names of all fields of a configuration, sections included."""
     names: list[str] = []
 
-    def walk(model: type, prefix: str) -> None:
-        for name, info in model.model_fields.items():  # type: ignore[attr-defined]
+    def walk(section: type, prefix: str) -> None:
+        for name, info in section.model_fields.items():  # type: ignore[attr-defined]
             names.append(prefix + name)
             if isinstance(info.annotation, type) and hasattr(info.annotation, "model_fields"):
                 walk(info.annotation, f"{prefix}{name}.")
 
-    walk(Config, "")
-    return names + [f"reward.functions.0.{name}" for name in RewardFunction.model_fields]
+    walk(model, "")
+    return names + [f"reward.functions.0.{name}" for name in RewardFunction.model_fields if model is Config]

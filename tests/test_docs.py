@@ -16,6 +16,7 @@ _SPEC.loader.exec_module(generate)
 
 def test_the_generated_pages_are_up_to_date() -> None:
     assert (DOCS / "configuration.md").read_text() == generate.configuration_markdown(), "run python docs/generate.py"
+    assert (DOCS / "supervised-configuration.md").read_text() == generate.supervised_markdown(), "run docs/generate.py"
     assert (DOCS / "metrics.md").read_text() == generate.metrics_markdown(), "run python docs/generate.py"
 
 

@@ -42,11 +42,11 @@ class EngineActor:
     def __init__(self, index: int) -> None:
         configure_logging(f"engine-{index}")
 
-    async def start(self, config: Config, devices: Sequence[str], log_dir: str) -> EngineInfo:
+    async def start(self, config: Config, devices: Sequence[str], log_dir: str, checkpoint: str) -> EngineInfo:
         from miles_wan.rollout.sglang.engine import SGLangEngine
         from miles_wan.rollout.sglang.settings import engine_settings
 
-        self._engine = SGLangEngine(engine_settings(config, devices=devices, log_dir=Path(log_dir)))
+        self._engine = SGLangEngine(engine_settings(config, devices, log_dir, checkpoint=Path(checkpoint)))
         # Blocking on purpose: the server must be a child of this long-lived thread, since it dies with its parent thread.
         return self._engine.start()
 

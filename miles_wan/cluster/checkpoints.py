@@ -33,11 +33,13 @@ class CheckpointStore:
     Args:
         directory: ``<output_dir>/checkpoints``.
         keep_last: complete ones that are kept.
+        unit: what the run counts, and the folders are named by: ``rollout`` or ``step``.
     """
 
-    def __init__(self, directory: Path, *, keep_last: int) -> None:
+    def __init__(self, directory: Path, *, keep_last: int, unit: str = "rollout") -> None:
         self._directory = directory
         self._keep_last = keep_last
+        self._unit = unit
 
     def complete(self) -> list[Path]:
         """Committed checkpoints, oldest first."""
@@ -48,7 +50,8 @@ class CheckpointStore:
         return [path for path in self._committed() if not (path / STATE_FILE).is_file()]
 
     def _committed(self) -> list[Path]:
-        return sorted(path for path in self._directory.glob("rollout_*") if re.fullmatch(r"rollout_\d{6,}", path.name))
+        named = re.compile(rf"{self._unit}_\d{{6,}}")
+        return sorted(path for path in self._directory.glob(f"{self._unit}_*") if named.fullmatch(path.name))
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest committed checkpoint and its driver state; None if there is none.
@@ -89,7 +92,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: it could not be written; earlier checkpoints are untouched.
         """
-        final = self._directory / f"rollout_{finished:06d}"
+        final = self._directory / f"{self._unit}_{finished:06d}"
         partial = self._directory / f"{PARTIAL}{final.name}"
         try:
             shutil.rmtree(partial, ignore_errors=True)

@@ -35,6 +35,7 @@ from miles_wan.controller import Controller, Parts, Rollouts, RunState, Weights
 from miles_wan.data import load_records
 from miles_wan.errors import InputError
 from miles_wan.records import Sample
+from miles_wan.rollout.sglang.settings import engine_checkpoint
 from miles_wan.tracking.media import write_video
 from miles_wan.tracking.plot import plot_reward_curve
 from miles_wan.tracking.summary import mean_ci95, paired_gain, write_summary
@@ -54,6 +55,7 @@ class Actors:
         group = reserve(layout, device=device)
         slots = _slot_devices(layout, group, device=device)
         log_dir = str(Path(config.output_dir).resolve() / "logs")
+        served = str(engine_checkpoint(config, folder).resolve()) if layout.engines else ""
         self.engines = [
             EngineActor.options(  # type: ignore[attr-defined]
                 **actor_options(group, members[0], share=ENGINE_SHARE, device=device),
@@ -74,7 +76,7 @@ class Actors:
             for index, slot in enumerate(layout.rewards)
         ]
         engines = [
-            engine.start.remote(config, [slots.numbers[slot] for slot in members], log_dir)
+            engine.start.remote(config, [slots.numbers[slot] for slot in members], log_dir, served)
             for engine, members in zip(self.engines, layout.engines, strict=True)
         ]
         trainers = [trainer.start.remote(config, init_method, folder) for trainer in self.trainers]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_wan.data.images import CheckedImage, check_images
+from miles_wan.data.jsonl import JsonLine, read_lines, resolved_path, text_faults, type_name
 from miles_wan.errors import InputError
 from miles_wan.records import PromptRecord
 
@@ -59,9 +60,7 @@ def load_records(path: str | Path) -> Dataset:
     line: no file, no records, broken JSON, unknown keys, wrong types, empty prompts, missing or unreadable images.
     """
     path = Path(path)
-    lines = [_parse(number, text, path=path) for number, text in _numbered(path)]
-    if not lines:
-        raise InputError([f"{path}: holds no records; write one JSON object per line"])
+    lines = [_checked(line, path=path) for line in read_lines(path, example='{"input": ...}')]
     images = check_images(line.image for line in lines if line.image is not None)
     for line in lines:
         if line.image is not None and (fault := images[line.image].fault) is not None:
@@ -71,32 +70,10 @@ def load_records(path: str | Path) -> Dataset:
     return _without_duplicates(path, [_record(line, images, path=path) for line in lines])
 
 
-def _numbered(path: Path) -> list[tuple[int, bytes]]:
-    """(line number from 1, text) of every line that is not blank."""
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():  # reading a named pipe would wait for ever
-            raise InputError([f"{path}: is no regular file; give a JSON lines file"])
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise InputError([f"{path}: no such data file; check the path"]) from None
-    except OSError as error:
-        raise InputError([f"{path}: cannot be read ({error.strerror or error}); give a JSON lines file"]) from error
-    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-
-
-def _parse(number: int, text: bytes, *, path: Path) -> _Line:
-    line = _Line(number)
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeated_keys)
-    except UnicodeDecodeError as error:
-        line.faults.append(f"is not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
-        return line
-    except (ValueError, RecursionError) as error:
-        line.faults.append(f"is not a JSON object on one line ({error}); correct the line")
-        return line
-    if not isinstance(value, dict):
-        line.faults.append(f'is a {_type_name(value)}, not a JSON object; write {{"input": ...}}')
+def _checked(read: JsonLine, *, path: Path) -> _Line:
+    line, value = _Line(read.number), read.value
+    if read.fault is not None:
+        line.faults.append(read.fault)
         return line
     line.faults += _faults_of_keys(value)
     line.prompt = _prompt(value, line.faults)
@@ -104,14 +81,6 @@ def _parse(number: int, text: bytes, *, path: Path) -> _Line:
     line.negative_prompt = _negative_prompt(value, line.metadata, line.faults)
     line.image = _image(line.metadata, path, line.faults)
     return line
-
-
-def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
-    return value
 
 
 def _faults_of_keys(value: Mapping[str, Any]) -> list[str]:
@@ -127,23 +96,12 @@ def _prompt(value: Mapping[str, Any], faults: list[str]) -> str:
         return ""
     prompt = value["input"]
     if not isinstance(prompt, str):
-        faults.append(f"input is a {_type_name(prompt)}; the prompt is a string")
+        faults.append(f"input is a {type_name(prompt)}; the prompt is a string")
         return ""
     if not prompt.strip():
         faults.append("input is empty; write the prompt or remove the line")
-    faults += _faults_of_text(prompt, "input")
+    faults += text_faults(prompt, "input")
     return prompt
-
-
-def _faults_of_text(text: str, name: str) -> list[str]:
-    """A text that cannot be encoded or is cut by a C string would fail in the engine, in the middle of a run."""
-    if "\0" in text:
-        return [f"{name} holds a NUL character; remove it"]
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return [f"{name} holds half of a surrogate pair at character {error.start}; correct the escape"]
-    return []
 
 
 def _metadata(value: Mapping[str, Any], faults: list[str]) -> Mapping[str, Any]:
@@ -151,7 +109,7 @@ def _metadata(value: Mapping[str, Any], faults: list[str]) -> Mapping[str, Any]:
     if metadata is None:
         return {}
     if not isinstance(metadata, dict):
-        faults.append(f"metadata is a {_type_name(metadata)}; it is a JSON object")
+        faults.append(f"metadata is a {type_name(metadata)}; it is a JSON object")
         return {}
     return metadata
 
@@ -159,12 +117,12 @@ def _metadata(value: Mapping[str, Any], faults: list[str]) -> Mapping[str, Any]:
 def _negative_prompt(value: Mapping[str, Any], metadata: Mapping[str, Any], faults: list[str]) -> str | None:
     given = [place["negative_prompt"] for place in (value, metadata) if place.get("negative_prompt") is not None]
     if wrong := [prompt for prompt in given if not isinstance(prompt, str)]:
-        faults.append(f"negative_prompt is a {_type_name(wrong[0])}; it is a string")
+        faults.append(f"negative_prompt is a {type_name(wrong[0])}; it is a string")
         return None
     if len(set(given)) > 1:
         faults.append("negative_prompt differs from metadata.negative_prompt; keep one of them")
     for prompt in given:
-        faults += _faults_of_text(prompt, "negative_prompt")
+        faults += text_faults(prompt, "negative_prompt")
     return given[0] if given else None
 
 
@@ -173,18 +131,12 @@ def _image(metadata: Mapping[str, Any], path: Path, faults: list[str]) -> Path |
     if image_path is None:
         return None
     if not isinstance(image_path, str) or not image_path:
-        what = "empty" if image_path == "" else f"a {_type_name(image_path)}"
+        what = "empty" if image_path == "" else f"a {type_name(image_path)}"
         faults.append(f"metadata.image_path is {what}; give a path, or leave it out for text-to-video")
         return None
-    try:
-        resolved = (path.absolute().parent / Path(image_path).expanduser()).resolve()
-        special = resolved.exists() and not resolved.is_file() and not resolved.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # link loops, unknown users, bytes no path can hold
-        faults.append(f"metadata.image_path {image_path!r} is no usable path ({error}); correct it")
-        return None
-    if special:  # reading a named pipe would wait for ever
-        faults.append(f"metadata.image_path {image_path!r} is no regular file; give an image file")
-        return None
+    resolved, fault = resolved_path(image_path, "metadata.image_path", beside=path, what="an image file")
+    if fault is not None:
+        faults.append(fault)
     return resolved
 
 
@@ -217,8 +169,3 @@ def _without_duplicates(path: Path, records: list[PromptRecord]) -> Dataset:
         named = ", ".join(repeated[:_NAMED])
         logger.warning("%s: %d duplicate records are left out: %s%s", path, len(repeated), named, more)
     return Dataset(path, tuple(first.values()), len(repeated))
-
-
-def _type_name(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)

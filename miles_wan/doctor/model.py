@@ -73,7 +73,7 @@ def transformer_faults(model: ModelFolder, config: Config, device_bytes: int | N
         faults += [f"model.path: {fault}" for fault in weight_file_faults(model.path / name, transformer)]
     # A training rank loads the experts it trains, and all where it generates, too.
     names = model.experts if config.rollout.engine == "local" else trained
-    held = meta_model(model, dtype=config.model.dtype, names=names)
+    held = meta_model(model, dtype=config.model.dtype, names=names, quantization=config.model.quantization)
     try:
         add_adapters(held, config.model.model_copy(update={"init_adapter": None}), names=trained, seed=0)
     except InputError as error:

@@ -6,13 +6,16 @@ This room imports torch alone.
 
 from miles_wan.flow.sigmas import explicit_sigmas, shift_sigma, shifted_sigmas
 from miles_wan.flow.steps import STRATEGIES, select_steps, step_range
+from miles_wan.flow.timesteps import draw_timesteps, high_noise_share
 from miles_wan.flow.transitions import KINDS, Transition, masked_mean, step_std, transition
 
 __all__ = [
     "KINDS",
     "STRATEGIES",
     "Transition",
+    "draw_timesteps",
     "explicit_sigmas",
+    "high_noise_share",
     "masked_mean",
     "select_steps",
     "shift_sigma",

@@ -150,7 +150,7 @@ def density_cause(pairs: Sequence[Pair]) -> Cause:
     """Over which elements, and in which form, the engine's log-probs are those of its own noise."""
     worst = max(abs(pair.log_prob - own_density(pair)) for pair in pairs)
     told = f"the engine's log-probs differ from those of its own noise over the sampled elements by up to {worst:.1e}"
-    given = [pair for pair in pairs if pair.has_condition]
+    given = [pair for pair in pairs if pair.has_given_frame]
     for stored, text in ((False, "noise"), (True, "stored next states")):
         squared = pairs[0].sampling.kind == "cps" and pairs[0].sampling.cps_log_prob == "squared_error"
         left = max(

@@ -33,7 +33,7 @@ from miles_wan.parity.report import ParityReport
 from miles_wan.records import Conditioning, RolloutRequest, derived_seed
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.rollout.sglang.engine import SGLangEngine
-from miles_wan.rollout.sglang.settings import engine_settings
+from miles_wan.rollout.sglang.settings import engine_checkpoint, engine_settings
 from miles_wan.wan.family import ModelFolder
 from miles_wan.wan.lora import add_adapters
 from miles_wan.wan.model import load_model
@@ -64,7 +64,8 @@ def check_parity(config: Config, folder: ModelFolder, requests: Sequence[Rollout
     if config.rollout.engine == "local":
         return _compare(local_side(folder, prepared.trainer, device=device), prepared, config)
     logs = Path(tempfile.mkdtemp(prefix="miles-wan-parity-"))
-    engine = SGLangEngine(engine_settings(config, devices=_devices(config), log_dir=logs))
+    served = engine_checkpoint(config, folder)
+    engine = SGLangEngine(engine_settings(config, devices=_devices(config), log_dir=logs, checkpoint=served))
     try:
         with server_side(engine, config) as server:
             report = _compare(server, prepared, config)
@@ -99,7 +100,7 @@ def prepare(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the engine is another process
     settings = config.model
-    model = load_model(folder, dtype=settings.dtype)
+    model = load_model(folder, dtype=settings.dtype, quantization=settings.quantization)
     add_adapters(model, settings, names=folder.routing.chosen(settings.train_experts), seed=config.seed)
     previous, current = (
         random_adapter(

@@ -35,6 +35,8 @@ from miles_wan.parity.refusals import refusal_causes
 from miles_wan.parity.report import UNKNOWN, Cause, Check, ParityReport, StepRow
 from miles_wan.records import Conditioning, RolloutRequest, SamplingSettings
 from miles_wan.rollout.local.sampler import sigma_grid
+from miles_wan.wan.experts import Experts
+from miles_wan.wan.model import WanModel
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +131,11 @@ def _judged(
     kl_floor = max(pair.kl_gap for pair in pairs)
     return replace(
         report,
-        rows=_rows(pairs),
+        rows=_rows(pairs, trainer.model.experts),
         checks=checks,
         causes=merged(causes),
-        warnings=_warnings(config, groups, noise_floor=floor, kl_floor=kl_floor),
+        warnings=_warnings(config, groups, noise_floor=floor, kl_floor=kl_floor)
+        + _unchecked(groups, pairs, trainer.model),
         noise_floor=floor,
         kl_floor=kl_floor,
     )
@@ -210,7 +213,7 @@ def grid_in_words(sampling: SamplingSettings) -> str:
     return f"those of {sampling.num_inference_steps} steps with flow shift {sampling.flow_shift:g}"
 
 
-def _rows(pairs: Sequence[Pair]) -> list[StepRow]:
+def _rows(pairs: Sequence[Pair], experts: Experts) -> list[StepRow]:
     rows = []
     for step in sorted({pair.step for pair in pairs}):
         own = [pair for pair in pairs if pair.step == step]
@@ -221,6 +224,7 @@ def _rows(pairs: Sequence[Pair]) -> list[StepRow]:
             StepRow(
                 step=step,
                 sigma=own[0].sigma,
+                expert=experts.label(own[0].expert),
                 pairs=len(own),
                 model_output=_largest([pair.model_output_gap for pair in own]),
                 model_output_mean=float(np.mean([gap[0] for gap in velocity])),
@@ -253,8 +257,20 @@ def _warnings(config: Config, groups: Sequence[Group], *, noise_floor: float, kl
             f"log-probs of engine and trainer differ by up to {noise_floor:.1e}, the clip range is {low:g}: clipping acts on "
             "numeric noise; set algorithm.old_log_prob = recompute, or raise the clip range or the precision"
         )
+    return warnings
+
+
+def _unchecked(groups: Sequence[Group], pairs: Sequence[Pair], model: WanModel) -> list[str]:
+    """What these records and steps say nothing about."""
+    warnings = []
     if len({group.request.record.record_id for group in groups}) < 2:
         warnings.append("only one record: swapped conditions cannot be told; give --records 2 or more")
-    if all(group.request.record.image_path is None for group in groups):
+    if model.image_conditioning == "first_frame" and all(group.request.record.image_path is None for group in groups):
         warnings.append("no record with a first image: the first-frame mask was not checked")
+    seen = {pair.expert for pair in pairs}
+    for name in model.experts.names:
+        if name not in seen:
+            warnings.append(
+                f"no kept step belongs to the expert of {model.experts.label(name)} noise ({name}): it was not checked"
+            )
     return warnings

@@ -33,6 +33,7 @@ def show(report: ParityReport, console: Console) -> None:
 
 def _steps(report: ParityReport) -> Table:
     table = _table("engine against trainer by step, over the sampled elements")
+    experts = len({row.expert for row in report.rows}) > 1
     for name in ("step", "sigma", "pairs"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("output", "mean", "log-prob"):
@@ -47,7 +48,8 @@ def _steps(report: ParityReport) -> Table:
             row.log_prob_mean,
             row.log_prob_max,
         )
-        table.add_row(str(row.step), f"{row.sigma:.4f}", str(row.pairs), *(f"{gap:.1e}" for gap in gaps))
+        step = f"{row.step} {row.expert}" if experts else str(row.step)
+        table.add_row(step, f"{row.sigma:.4f}", str(row.pairs), *(f"{gap:.1e}" for gap in gaps))
     return table
 
 

@@ -32,7 +32,7 @@ class Group:
 class Pair:
     """One (sample, kept step). Tensors [1, C, F, h, w] in float32 on the CPU; ``mask`` [1, 1, F, h, w].
 
-    The engine's: ``state``, ``next_state``, ``velocity``, ``mean``, ``noise``, ``log_prob``; ``engine_std`` is measured, by
+    ``expert`` is the component that the timestep chooses. The engine's: ``state``, ``next_state``, ``velocity``, ``mean``, ``noise``, ``log_prob``; ``engine_std`` is measured, by
     (next state - mean) over the noise. The trainer's: ``own_velocity``, ``own_mean``, ``own_std``, ``own_log_prob``.
     ``seed_noise`` is what the sample's seed gives for this step.
     """
@@ -45,6 +45,7 @@ class Pair:
     sigma_next: float
     sigma_max: float
     timestep: float
+    expert: str
     has_condition: bool
     state: Tensor
     next_state: Tensor
@@ -59,6 +60,11 @@ class Pair:
     own_mean: Tensor
     own_std: float
     own_log_prob: float
+
+    @property
+    def has_given_frame(self) -> bool:
+        """Whether latent frame 0 was given by an image, and not sampled."""
+        return not bool(self.mask.all())
 
     @property
     def model_output_gap(self) -> float:
@@ -166,6 +172,7 @@ def _pair(number: int, sample: int, position: int, group: Group, trainer: Traine
         sigma_next=sigma_next,
         sigma_max=sigma_max,
         timestep=float(trajectory.timesteps[position]),
+        expert=trainer.model.experts.of(float(trajectory.timesteps[position])),
         has_condition=trajectory.has_condition,
         state=_batch(answer.states[step]),
         next_state=next_state,

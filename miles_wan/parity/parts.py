@@ -18,14 +18,14 @@ from miles_wan.records import Conditioning, Float32, RolloutRequest, SamplingSet
 from miles_wan.rollout.base import Answer
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.rollout.local.conditioning import encode_conditioning
-from miles_wan.rollout.local.text import PromptEncoder
-from miles_wan.rollout.local.video import VideoCodec
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.rollout.sglang.payload import serialize_update
 from miles_wan.wan.conditioning import ModelInput
 from miles_wan.wan.family import ModelFolder
 from miles_wan.wan.lora import layer_prefix, trainable_parameters
 from miles_wan.wan.model import WanModel
+from miles_wan.wan.text import PromptEncoder
+from miles_wan.wan.video import VideoCodec
 from miles_wan.weight_sync import make_update, verify_reports
 
 # Tensors by component of the model and by name.
@@ -71,11 +71,15 @@ class Trainer:
         has_condition: bool,
         sampling: SamplingSettings,
         scalar_timestep: bool = False,
+        expert: str | None = None,
+        unguided: bool = False,
     ) -> tuple[Tensor, ModelInput]:
         """Guided velocity [1, C, F, h, w] at ``state`` [C, F, h, w], and the model's input, both on the CPU.
 
         Args:
             scalar_timestep: give the tokens of a given first frame the timestep of the others (what is wrong).
+            expert: with its guidance; by default that of the timestep (another is wrong).
+            unguided: leave guidance out (wrong where it is on).
         """
         latent, negative = conditioning.condition_latent, conditioning.negative_prompt_embeds
         timesteps = torch.tensor([timestep], device=self._device)
@@ -88,13 +92,14 @@ class Trainer:
         if scalar_timestep:
             inputs = replace(inputs, timestep=timesteps)
         experts = self.model.experts
-        expert = experts.of(timestep)
+        expert = experts.of(timestep) if expert is None else expert
+        guidance = experts.guidance(sampling.guidance_scale, sampling.guidance_scale_2)
         velocity = self.model.velocity(
             expert,
             inputs,
             prompt_embeds=self._batch(conditioning.prompt_embeds),
             negative_prompt_embeds=None if negative is None else self._batch(negative),
-            guidance_scale=experts.guidance(sampling.guidance_scale, sampling.guidance_scale_2)[expert],
+            guidance_scale=1.0 if unguided else guidance[expert],
         )
         return velocity.cpu(), inputs.to("cpu")
 

@@ -14,16 +14,20 @@ LAW = "wrong transition law"
 CONDITIONS = "swapped conditions"
 STALE = "stale weights"
 MASK = "first-frame mask off"
+EXPERT = "wrong expert"
+GUIDANCE = "wrong guidance scale"
 UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """Differences of one step over its ``pairs`` (samples that kept it). ``model_output`` is the largest relative one
-    (norms); the others are absolute, over sampled elements."""
+    """Differences of one step over its ``pairs`` (samples that kept it), all of one ``expert`` (``high``, ``low``, or
+    ``model`` where there is one). ``model_output`` is the largest relative one (norms); the others are absolute, over sampled
+    elements."""
 
     step: int
     sigma: float
+    expert: str
     pairs: int
     model_output: float
     model_output_mean: float

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from miles_wan.wan.model import WanModel
+from miles_wan.wan.quantization import dequantised_bytes, parameter_bytes, parameter_count
 
 GIB = 2**30
 # A trainable float32 weight has a gradient and two moments of AdamW of its size beside it.
@@ -23,7 +24,8 @@ class MeshMemory:
     """Lasting bytes of the fullest rank of a mesh of ``ranks``: weights, gradients and moments, not activations.
 
     ``weight_bytes`` is the weights' part of ``rank_bytes``; ``whole_bytes`` is what one rank without any sharding would
-    hold. ``gathered_bytes`` is the largest block, which a forward gathers for a moment.
+    hold. ``gathered_bytes`` is the largest block, which a forward gathers for a moment, with its largest layer in the compute
+    type if it is quantized. ``parameters`` does not count the scales of quantized weights.
     """
 
     ranks: int
@@ -49,11 +51,11 @@ def estimate(model: WanModel, *, ranks: int) -> MeshMemory:
     blocks = [block for _, transformer in model.items() for block in transformer.blocks]
     return MeshMemory(
         ranks=ranks,
-        parameters=sum(parameter.numel() for parameter in parameters),
+        parameters=parameter_count(model),
         weight_bytes=sum(_share(parameter, ranks) for parameter in parameters),
         rank_bytes=_with_copies(parameters, ranks),
         whole_bytes=_with_copies(parameters, 1),
-        gathered_bytes=max(sum(_share(parameter, 1) for parameter in block.parameters()) for block in blocks),
+        gathered_bytes=max(parameter_bytes(block) + dequantised_bytes(block) for block in blocks),
     )
 
 
@@ -80,7 +82,7 @@ def mesh_faults(memory: MeshMemory, *, devices: int, device_bytes: int) -> list[
     remedy = f"it would take about {enough} ranks (training.dp_size, --num-gpus), or" if enough else "it needs"
     return [
         f"{named}: a rank needs {_size(needed)} for weights, gradients, moments and one gathered block, its device has "
-        f"{_size(device_bytes)}; {remedy} model.dtype bf16 or a lower model.lora_rank"
+        f"{_size(device_bytes)}; {remedy} model.dtype bf16, model.quantization or a lower model.lora_rank"
     ]
 
 

@@ -76,7 +76,7 @@ class TrainingWorker:
         self.trained = folder.routing.chosen(config.model.train_experts)
         # A frozen expert is needed where this process generates, too.
         held = folder.experts if config.rollout.engine == "local" else self.trained
-        self.model = load_model(folder, dtype=config.model.dtype, names=held)
+        self.model = load_model(folder, dtype=config.model.dtype, names=held, quantization=config.model.quantization)
         add_adapters(self.model, config.model, names=self.trained, seed=config.seed)
         self.report: ModelReport = report(*(transformer for _, transformer in self.model.items()))
         memory = estimate(self.model, ranks=rank.world_size)

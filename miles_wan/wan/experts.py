@@ -48,14 +48,8 @@ class Experts:
         return {self.names[0]: (edge, float(TIMESTEPS)), self.names[1]: (0.0, edge)}
 
     def guidance(self, first: float, second: float | None) -> Mapping[str, float]:
-        """The guidance scale of each expert.
-
-        Raises:
-            ValueError: the second is missing with two experts, or given with one. There is no fallback.
-        """
-        if (second is not None) != (len(self.names) == 2):
-            raise ValueError(f"{len(self.names)} expert(s) with guidance scales {first:g} and {second}")
-        return dict(zip(self.names, (first, second), strict=False)) if second is not None else {self.names[0]: first}
+        """The guidance scale of each expert. Raises ValueError as ``guidance_by_expert``."""
+        return guidance_by_expert(self.names, first, second)
 
     def label(self, name: str) -> str:
         """``high`` or ``low``; ``model`` where there is only one."""
@@ -72,3 +66,21 @@ class Experts:
         if len(self.names) == 1:
             raise ValueError(f"there is no expert of {which} noise in a model with a single transformer; use both")
         return tuple(name for name in self.names if self.label(name) == which)
+
+
+def guidance_by_expert(names: Sequence[str], first: float, second: float | None) -> Mapping[str, float]:
+    """The guidance scale of each expert of ``names``, that of the high noise first.
+
+    Raises:
+        ValueError: the second is missing with two experts, or given with one (there is no fallback); or only one of the two is
+            above 1: by the first an engine decides whether there is guidance at all.
+    """
+    if (second is not None) != (len(names) == 2):
+        raise ValueError(f"{len(names)} expert(s) with guidance scales {first:g} and {second}")
+    if second is None:
+        return {names[0]: first}
+    if (first > 1) != (second > 1):
+        raise ValueError(
+            f"guidance scales {first:g} and {second:g}: guidance is on for both experts (above 1) or for neither"
+        )
+    return dict(zip(names, (first, second), strict=True))

@@ -26,6 +26,7 @@ from miles_wan.records import derived_seed
 from miles_wan.wan.experts import Experts
 from miles_wan.wan.load import stored_shapes
 from miles_wan.wan.model import WanModel
+from miles_wan.wan.quantization import parameter_count
 
 ADAPTER = "default"
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
@@ -127,7 +128,7 @@ def _report(transformer: WanTransformer3DModel) -> ModelReport:
     names = [name for name, _ in trainable_parameters(transformer)]
     return ModelReport(
         trainable_parameters=sum(p.numel() for _, p in trainable_parameters(transformer)),
-        total_parameters=sum(p.numel() for p in transformer.parameters()),
+        total_parameters=parameter_count(transformer),
         blocks=len(transformer.blocks),
         lora_tensors=len(names),
         layer_prefixes=len({layer_prefix(name) for name in names}),

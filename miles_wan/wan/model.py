@@ -18,6 +18,7 @@ from miles_wan.wan.facts import ImageConditioning
 from miles_wan.wan.family import ModelFolder
 from miles_wan.wan.forward import guided_velocity
 from miles_wan.wan.load import DTYPES, load_transformer, meta_transformer
+from miles_wan.wan.quantization import Quantization
 
 
 class WanModel(nn.Module):
@@ -94,7 +95,8 @@ class WanModel(nn.Module):
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """The frozen base computes inside this context."""
-        adapted = [transformer for _, transformer in self.items() if transformer.peft_config]
+        # diffusers sets peft_config with the first adapter; an expert that is not trained has none.
+        adapted = [transformer for _, transformer in self.items() if getattr(transformer, "peft_config", None)]
         for transformer in adapted:
             transformer.disable_adapters()
         try:
@@ -104,25 +106,33 @@ class WanModel(nn.Module):
                 transformer.enable_adapters()
 
 
-def load_model(folder: ModelFolder, *, dtype: str, names: Sequence[str] | None = None) -> WanModel:
+def load_model(
+    folder: ModelFolder, *, dtype: str, names: Sequence[str] | None = None, quantization: Quantization = "none"
+) -> WanModel:
     """The transformers of a checkpoint in evaluation mode on the CPU.
 
     Args:
         dtype: ``bf16`` or ``fp32``.
         names: components to load; by default all.
+        quantization: how the linear layers of their blocks are stored.
 
     Raises:
         InputError: weights that do not fit their configuration.
     """
     wanted = [name for name in folder.experts if names is None or name in names]
-    loaded = {name: load_transformer(folder.path, dtype=dtype, subfolder=name) for name in wanted}
+    loaded = {
+        name: load_transformer(folder.path, dtype=dtype, subfolder=name, quantization=quantization) for name in wanted
+    }
     return _model(folder, loaded, dtype)
 
 
-def meta_model(folder: ModelFolder, *, dtype: str, names: Sequence[str] | None = None) -> WanModel:
+def meta_model(
+    folder: ModelFolder, *, dtype: str, names: Sequence[str] | None = None, quantization: Quantization = "none"
+) -> WanModel:
     """As ``load_model`` on the meta device: names, shapes and types, no memory. Raises InputError."""
     wanted = [name for name in folder.experts if names is None or name in names]
-    return _model(folder, {name: meta_transformer(folder.transformer, dtype=dtype) for name in wanted}, dtype)
+    built = {name: meta_transformer(folder.transformer, dtype=dtype, quantization=quantization) for name in wanted}
+    return _model(folder, built, dtype)
 
 
 def _model(folder: ModelFolder, transformers: Mapping[str, WanTransformer3DModel], dtype: str) -> WanModel:

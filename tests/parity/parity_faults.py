@@ -8,10 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from miles_wan.parity.parts import Adapter, EngineSide
 from miles_wan.records import RolloutRequest
 from miles_wan.rollout.base import Answer
+from miles_wan.wan.conditioning import ModelInput
+from miles_wan.wan.experts import Experts
+from miles_wan.wan.model import WanModel
 
 
 class Around:
@@ -82,6 +86,29 @@ class ShuffledSamples(OtherPrompt):
         return right[:half] + wrong[half:]
 
 
+class OtherImage(OtherRecord):
+    """Generates from another record's image with the right prompt, and says that it used the right one."""
+
+    def rollout(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
+        mixed = replace(request.record, image_path=self.other(request).record.image_path)
+        answers = self.engine.rollout(replace(request, record=mixed), sample_indices)
+        [right] = self.engine.rollout(request, sample_indices[:1])
+        return with_conditioning_of(answers, right)
+
+
+class DeafToModule(Around):
+    """Ignores the second push into one module."""
+
+    def __init__(self, engine: EngineSide, module: str) -> None:
+        super().__init__(engine)
+        self.module = module
+        self.held: Adapter = {}
+
+    def push(self, adapter: Adapter, *, policy_version: int) -> None:
+        self.held = adapter if not self.held else {**adapter, self.module: self.held[self.module]}
+        self.engine.push(self.held, policy_version=policy_version)
+
+
 class DeafTo(Around):
     """Ignores the pushes of these policy versions."""
 
@@ -111,6 +138,39 @@ class OtherLogProb(Around):
         return replace(answer, output=output)
 
 
+class Miscalled:
+    """A model that works, for an engine that calls it wrongly; the subclasses do."""
+
+    def __init__(self, model: WanModel) -> None:
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+class ScalarTimesteps(Miscalled):
+    """Called with the same timestep for every token of a conditioned video."""
+
+    def input(self, latents: Tensor, timestep: Tensor, **others: Any) -> ModelInput:
+        return replace(self.model.input(latents, timestep, **others), timestep=timestep.float())
+
+
+class OtherBoundary(Miscalled):
+    """Called with another boundary between its experts."""
+
+    def __init__(self, model: WanModel, boundary: float) -> None:
+        super().__init__(model)
+        self.experts = Experts(model.experts.names, boundary)
+
+
+class SwappedExperts(Miscalled):
+    """Each expert is called in the place, and with the guidance, of the other."""
+
+    def velocity(self, expert: str, inputs: ModelInput, **others: Any) -> Tensor:
+        first, second = self.model.names
+        return self.model.velocity(second if expert == first else first, inputs, **others)
+
+
 def over_all_noise(answer: Answer, step: int) -> float:
     """The log-prob over all frames, the given one too, from the noise: what SGLang does without our hook."""
     noise, std = answer.debug.noises[step].astype(np.float64), float(answer.debug.stds[step])
@@ -122,6 +182,16 @@ def over_all_states(answer: Answer, step: int) -> float:
     std = float(answer.debug.stds[step])
     residual = (answer.states[step + 1] - answer.debug.means[step]).astype(np.float64)
     return float(-((residual / std) ** 2).mean() / 2) - math.log(std) - math.log(2 * math.pi) / 2
+
+
+def changed(adapter: Adapter, change: Callable[[str, Tensor], Tensor]) -> Adapter:
+    """The adapter with every tensor replaced by ``change(name, tensor)``."""
+    return {module: {name: change(name, tensor) for name, tensor in own.items()} for module, own in adapter.items()}
+
+
+def without_effect(name: str, tensor: Tensor) -> Tensor:
+    """For ``changed``: an adapter that adds nothing."""
+    return tensor * 0 if ".lora_B." in name else tensor
 
 
 def with_conditioning_of(answers: list[Answer], other: Answer) -> list[Answer]:

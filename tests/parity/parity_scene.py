@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from miles_wan.records import RolloutRequest
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.tiny import TinyPaths
 from miles_wan.wan.family import ModelFolder, load_family
-from miles_wan.wan.load import load_transformer
-from miles_wan.wan.lora import inject_lora
+from miles_wan.wan.lora import add_adapters
+from miles_wan.wan.model import WanModel, load_model
 
 CPU = torch.device("cpu")
 
@@ -40,16 +40,13 @@ class Scene:
     def requests(self) -> Sequence[RolloutRequest]:
         return self.prepared.requests
 
-    def local_engine(self) -> LocalSide:
-        """A local engine with a transformer of its own, so that its weights can be stale; float32, whatever the trainer
-        has, so that a bfloat16 trainer differs by its rounding."""
-        model = self.config.model
-        transformer = load_transformer(self.folder.path, dtype="fp32")
-        inject_lora(transformer, rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets, seed=0)
-        engine = LocalEngine(
-            self.folder.path, transformer, dtype="fp32", expand_timesteps=self.folder.expand_timesteps, device=CPU
-        )
-        return LocalSide(engine, transformer)
+    def local_engine(self, called: Callable[[WanModel], Any] = lambda model: model) -> LocalSide:
+        """A local engine with a model of its own, so that its weights can be stale; float32, whatever the trainer has, so
+        that a bfloat16 trainer differs by its rounding. ``called`` puts a fault between engine and model."""
+        model = load_model(self.folder, dtype="fp32")
+        trained = self.folder.routing.chosen(self.config.model.train_experts)
+        add_adapters(model, self.config.model, names=trained, seed=0)
+        return LocalSide(LocalEngine(self.folder, called(model), device=CPU), model)
 
     def report(self, engine: EngineSide) -> ParityReport:
         threads = torch.get_num_threads()
@@ -68,9 +65,16 @@ class Scene:
 
 
 def scene(
-    paths: TinyPaths, folder: Path, *, image: bool = True, records: int = 2, samples: int = 2, **changes: Any
+    paths: TinyPaths,
+    folder: Path,
+    *,
+    recipe: str = "tiny_ti2v",
+    image: bool = True,
+    records: int = 2,
+    samples: int = 2,
+    **changes: Any,
 ) -> Scene:
-    """The tiny recipe over ``records`` records with ``samples`` each. ``changes`` are dotted fields with _ for the dot of
+    """A tiny recipe over ``records`` records with ``samples`` each. ``changes`` are dotted fields with _ for the dot of
     ``rollout_guidance_scale``."""
     data = paths.train_jsonl
     if not image:
@@ -83,7 +87,7 @@ def scene(
         "rollout.engine": "local",
         **{name.replace("_", ".", 1): value for name, value in changes.items()},
     }
-    config = for_parity(read_config(recipe_paths("tiny_ti2v"), overrides), records=records, samples=samples)
+    config = for_parity(read_config(recipe_paths(recipe), overrides), records=records, samples=samples)
     requests = RequestPlanner(config, load_records(data).records, ()).training(0, policy_version=2)
     model = load_family(paths.model)
     return Scene(config, model, prepare(config, model, requests, device=CPU))

@@ -14,8 +14,10 @@ from parity_faults import (
     OtherPrompt,
     OtherRecord,
     OtherSampling,
+    ScalarTimesteps,
     ShuffledConditions,
     ShuffledSamples,
+    changed,
     over_all_noise,
     over_all_states,
 )
@@ -26,9 +28,7 @@ from miles_wan.parity import ParityReport
 from miles_wan.parity.parts import EngineSide
 from miles_wan.parity.report import CONDITIONS, FLOW_SHIFT, LAW, MASK, NOISE_LEVEL, STALE, UNKNOWN
 from miles_wan.rollout.base import EngineMismatchError
-from miles_wan.rollout.local import sampler
 from miles_wan.tiny import TinyPaths
-from miles_wan.wan.conditioning import ModelInput, build_model_input
 
 Fault = Callable[[EngineSide, Scene], EngineSide]
 
@@ -120,17 +120,9 @@ def test_a_fault_is_named_in_bfloat16_too(bf16: Scene, name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_one_timestep_for_all_tokens_is_the_mask(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, precision: str
-) -> None:
-    def scalar(latents: Any, timestep: Any, **others: Any) -> ModelInput:
-        inputs = build_model_input(latents, timestep, **others)
-        return ModelInput(inputs.hidden_states, timestep.float(), inputs.mask)
-
+def test_one_timestep_for_all_tokens_is_the_mask(request: pytest.FixtureRequest, precision: str) -> None:
     faulty = request.getfixturevalue(precision)
-    engine = faulty.local_engine()
-    monkeypatch.setattr(sampler, "build_model_input", scalar)  # the engine's, not the trainer's
-    report = faulty.report(engine)
+    report = faulty.report(faulty.local_engine(ScalarTimesteps))
     assert_fails(report, MASK)
     assert "one timestep for all tokens" in report.causes[0].evidence
 
@@ -174,8 +166,7 @@ def test_an_unknown_fault_names_the_first_quantity_to_differ(fp32: Scene) -> Non
             self.rollout = engine.rollout
 
         def push(self, adapter: Any, *, policy_version: int) -> None:
-            moved = {name: tensor * 1.5 for name, tensor in adapter.items()}
-            self.engine.push(moved, policy_version=policy_version)
+            self.engine.push(changed(adapter, lambda _, tensor: tensor * 1.5), policy_version=policy_version)
 
     report = fp32.report(Moved(fp32.local_engine()))
     assert_fails(report, UNKNOWN)

@@ -18,7 +18,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *program, "parity", *flags]
     # A width that no terminal has: nothing is cut off.
-    environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
 
 
@@ -41,14 +42,11 @@ def test_engines_that_agree_give_0_and_a_table(flags: list[str], tmp_path: Path)
 # The same command in a process whose local engine gives every token of a conditioned video the same timestep.
 FAULTY = """
 import sys
+from parity_faults import ScalarTimesteps
 from miles_wan import cli
-from miles_wan.rollout.local import sampler
-from miles_wan.wan.conditioning import ModelInput
-right = sampler.build_model_input
-def scalar(latents, timestep, **others):
-    inputs = right(latents, timestep, **others)
-    return ModelInput(inputs.hidden_states, timestep.float(), inputs.mask)
-sampler.build_model_input = scalar
+from miles_wan.rollout.local import engine
+right = engine.denoise
+engine.denoise = lambda model, *others, **options: right(ScalarTimesteps(model), *others, **options)
 cli.main(sys.argv[1:])
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from parity_faults import DeafTo, OtherRecord, OtherSampling, ShuffledConditions
+from parity_faults import DeafTo, OtherRecord, OtherSampling, ShuffledConditions, changed, without_effect
 from parity_scene import Scene, scene
 from parity_servers import SERVER, assert_fails, settings
 
@@ -67,10 +67,7 @@ def test_a_push_that_was_left_out_is_named(server: ServerSide, standard: Scene) 
     report = standard.report(DeafTo(server, 2))
     assert_fails(report, STALE)
     assert "the adapter pushed before leaves" in report.causes[0].evidence
-    nothing = {
-        name: tensor * 0 if ".lora_B." in name else tensor for name, tensor in standard.prepared.adapters[0].items()
-    }
-    server.push(nothing, policy_version=0)
+    server.push(changed(standard.prepared.adapters[0], without_effect), policy_version=0)
     report = standard.report(DeafTo(server, 1, 2))
     assert_fails(report, STALE)
     assert "the base without an adapter leaves" in report.causes[0].evidence
@@ -79,7 +76,9 @@ def test_a_push_that_was_left_out_is_named(server: ServerSide, standard: Scene) 
 def test_a_push_that_the_server_refuses_is_stale(server: ServerSide, standard: Scene) -> None:
     class Renamed(DeafTo):
         def push(self, adapter: Any, *, policy_version: int) -> None:
-            super().push({name.replace("blocks.0", "blocks.7"): t for name, t in adapter.items()}, policy_version=9)
+            [(module, own)] = adapter.items()
+            renamed = {name.replace("blocks.0", "blocks.7"): tensor for name, tensor in own.items()}
+            super().push({module: renamed}, policy_version=9)
 
     report = standard.report(Renamed(server))
     assert_fails(report, STALE)

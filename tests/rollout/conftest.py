@@ -26,10 +26,15 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 @pytest.fixture(scope="session")
 def record(tiny_paths: TinyPaths) -> PromptRecord:
-    """The first training record of the toy data set, with its first frame."""
-    line = json.loads(tiny_paths.train_jsonl.read_text().splitlines()[0])
-    image = tiny_paths.train_jsonl.parent / line["metadata"]["image_path"]
-    return PromptRecord(record_id="first", prompt=line["input"], image_path=str(image), source="train.jsonl:1")
+    return record_of(tiny_paths)
+
+
+def record_of(paths: TinyPaths) -> PromptRecord:
+    """The first training record of the toy data set, with its first frame if the family takes one."""
+    line = json.loads(paths.train_jsonl.read_text().splitlines()[0])
+    image = line["metadata"].get("image_path")
+    path = None if image is None else str(paths.train_jsonl.parent / image)
+    return PromptRecord(record_id="first", prompt=line["input"], image_path=path, source="train.jsonl:1")
 
 
 @pytest.fixture(scope="session")

@@ -101,9 +101,9 @@ def random_adapter(model: torch.nn.Module, seed: int, *, scale: float = 0.1) -> 
     return tensors
 
 
-def as_update(tensors: dict[str, torch.Tensor], version: int = 1) -> WeightUpdate:
+def as_update(tensors: dict[str, torch.Tensor], version: int = 1, *, module: str = "transformer") -> WeightUpdate:
     return WeightUpdate(
-        target_module="transformer", tensors=tensors, alpha=ALPHA, rank=RANK, policy_version=version, checksum=""
+        target_module=module, tensors=tensors, alpha=ALPHA, rank=RANK, policy_version=version, checksum=""
     )
 
 
@@ -115,9 +115,16 @@ class Receiver(Protocol):
     async def apply_weights(self, push: WeightPush) -> SyncReport: ...
 
 
-async def push(engine: Receiver, tensors: dict[str, torch.Tensor], version: int = 1) -> SyncReport:
-    """Serialize for two workers, apply, release."""
-    payload = serialize_update(as_update(tensors, version), "cpu", consumers=2)
+async def push(
+    engine: Receiver,
+    tensors: dict[str, torch.Tensor],
+    version: int = 1,
+    *,
+    module: str = "transformer",
+    consumers: int = 2,
+) -> SyncReport:
+    """Serialize for so many workers, apply, release."""
+    payload = serialize_update(as_update(tensors, version, module=module), "cpu", consumers=consumers)
     try:
         return await engine.apply_weights(as_push(payload))
     finally:
@@ -135,8 +142,8 @@ def mappings_of_ours(pid: int) -> list[str]:
     return [line for line in lines if f"/torch_{os.getpid()}_" in line]
 
 
-def digests_differ(run: Any, client: Any, expected: dict[str, str]) -> str:
+def digests_differ(run: Any, client: Any, expected: dict[str, str], *, module: str = "transformer") -> str:
     """What the engine says against these digests of its tensors (by its own names); empty if they agree."""
-    body = {"target_module": "transformer", "expected_named_tensors_sha256": expected}
+    body = {"target_module": module, "expected_named_tensors_sha256": expected}
     answer = run(client.post("/update_weights_from_tensor_checker", body)).json()
     return "" if answer["success"] else str(answer["message"])

@@ -14,12 +14,14 @@ from cross_scoring import by_trainer, by_velocities, relative
 from diffusers import WanTransformer3DModel
 from rollout_replay import ALPHA, RANK, TARGETS, make_request, push, random_adapter, zeroed
 
+from miles_wan.parity.parts import set_adapter
 from miles_wan.records import PromptRecord
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.tiny import TinyPaths
-from miles_wan.wan.load import load_transformer
-from miles_wan.wan.lora import inject_lora, trainable_parameters
+from miles_wan.wan.family import load_family
+from miles_wan.wan.lora import inject_lora
+from miles_wan.wan.model import WanModel, load_model
 
 pytestmark = pytest.mark.e2e
 
@@ -42,19 +44,11 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def adapted(tiny_paths: TinyPaths) -> WanTransformer3DModel:
-    """The trainer's transformer: its adapters are layers of their own."""
-    model = load_transformer(tiny_paths.model, dtype="fp32")
-    inject_lora(model, rank=RANK, alpha=ALPHA, targets=TARGETS, seed=0)
+def adapted(tiny_paths: TinyPaths) -> WanModel:
+    """The trainer's model: its adapters are layers of their own."""
+    model = load_model(load_family(tiny_paths.model), dtype="fp32")
+    inject_lora(model["transformer"], rank=RANK, alpha=ALPHA, targets=TARGETS, seed=0)
     return model
-
-
-@torch.no_grad()
-def set_adapter(model: WanTransformer3DModel, tensors: dict[str, torch.Tensor]) -> None:
-    parameters = dict(trainable_parameters(model))
-    assert parameters.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        parameters[name].copy_(tensor)
 
 
 @pytest.mark.parametrize("server", ["merge"], indirect=True)
@@ -72,13 +66,13 @@ def test_two_servers_make_the_same_videos(
 
 def test_after_five_adapters_both_engines_make_the_same_samples(
     server: SGLangEngine,
-    adapted: WanTransformer3DModel,
+    adapted: WanModel,
     transformer: WanTransformer3DModel,
     tiny_paths: TinyPaths,
     record: PromptRecord,
     run: Any,
 ) -> None:
-    local = LocalEngine(tiny_paths.model, adapted, dtype="fp32", expand_timesteps=True, device=torch.device("cpu"))
+    local = LocalEngine(load_family(tiny_paths.model), adapted, device=torch.device("cpu"))
 
     def agree(**changes: Any) -> None:
         request = make_request(record, seeds=(7, 100), keep_final=True, **changes)
@@ -90,7 +84,7 @@ def test_after_five_adapters_both_engines_make_the_same_samples(
             np.testing.assert_allclose(made.log_probs, served.log_probs, rtol=0, atol=1e-5)
             scored = by_trainer(adapted, served, theirs[0].output.conditioning, request.sampling)
             np.testing.assert_allclose(served.log_probs, scored, rtol=0, atol=1e-5)
-            scored = by_velocities(their.debug.model_outputs, made, request.sampling)
+            scored = by_velocities(adapted, their.debug.model_outputs, made, request.sampling)
             np.testing.assert_allclose(made.log_probs, scored, rtol=0, atol=1e-5)
 
     probe = make_request(record)
@@ -99,7 +93,7 @@ def test_after_five_adapters_both_engines_make_the_same_samples(
     try:
         for number in range(1, PUSHES + 1):
             tensors = random_adapter(transformer, number, scale=0.025 * number)
-            set_adapter(adapted, tensors)
+            set_adapter(adapted, {"transformer": tensors})
             assert run(push(server, tensors, version=number)).unmapped == 0
             latents = run(server.generate(probe, [0]))[0].trajectory.latents
             assert relative(latents, previous) > 1e-4  # else agreement would say nothing

@@ -17,8 +17,9 @@ from rollout_replay import make_request
 from miles_wan.errors import EngineError
 from miles_wan.records import PromptRecord
 from miles_wan.rollout.sglang.client import SGLangClient
-from miles_wan.rollout.sglang.messages import SampleQuery
+from miles_wan.rollout.sglang.query import SampleQuery
 from miles_wan.rollout.sglang.server import check_identity
+from miles_wan.wan.facts import FAMILIES
 
 RECORD = PromptRecord(record_id="r", prompt="a bird", source="train.jsonl:4")
 Reply = Callable[[int], tuple[int, bytes]]
@@ -79,7 +80,7 @@ def test_a_request_that_dies_with_a_worker_does_not_blame_its_record() -> None:
         (500, b'{"detail": "Connection closed by peer"}'),
         (503, b"Scheduler worker exited; restart the server."),
     ]
-    query = SampleQuery(request=make_request(RECORD), sample_indices=(0,))
+    query = SampleQuery(FAMILIES["wan2.2-ti2v-5b"], make_request(RECORD), (0,))
     died = pytest.raises(EngineError, match=r"a worker of the engine .* died: Connection closed.*--resume latest")
     with server(lambda n: answers[min(n, 2) - 1]) as (url, _), died:
         asyncio.run(SGLangClient(url, alive).generate(query))
@@ -89,7 +90,7 @@ def test_a_request_that_dies_with_a_worker_does_not_blame_its_record() -> None:
     ("status", "detail"), [(400, "Invalid sampling params"), (422, "field required"), (500, "Truncated")]
 )
 def test_a_refusal_is_not_repeated_and_names_the_record(status: int, detail: str) -> None:
-    query = SampleQuery(request=make_request(RECORD), sample_indices=(0,))
+    query = SampleQuery(FAMILIES["wan2.2-ti2v-5b"], make_request(RECORD), (0,))
     with server(lambda n: (status, f'{{"detail": "{detail}"}}'.encode())) as (url, asked):
         with pytest.raises(EngineError, match=rf"train\.jsonl:4: HTTP {status} {detail}"):
             asyncio.run(SGLangClient(url, alive).generate(query))

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -433,3 +434,63 @@ def test_strict_determinism_is_for_runs_that_ask_for_it(monkeypatch: pytest.Monk
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_requested_image_size(apply: Any) -> None:
+    """I2V, 64x32 of a 48x48 image whose rows differ: the engine makes 32x32 or so of the whole image, the hook the middle."""
+    from PIL import Image
+    from sglang.multimodal_gen.configs.pipeline_configs.wan import Wan2_2_I2V_A14B_Config, Wan2_2_TI2V_5B_Config
+    from sglang.multimodal_gen.runtime.pipelines_core.stages.input_validation import InputValidationStage
+
+    config = Wan2_2_I2V_A14B_Config()
+    stage = InputValidationStage.__new__(InputValidationStage)
+    image = Image.fromarray(np.repeat(np.arange(0, 240, 5, dtype=np.uint8)[:, None], 48, axis=1)).convert("RGB")
+
+    def prepared(width: int, height: int, *fields: str) -> Any:
+        batch = SimpleNamespace(condition_image=[image], width=width, height=height, task_type=config.task_type)
+        batch.extra = {"explicit_fields": list(fields)}
+        stage.preprocess_condition_image(batch, SimpleNamespace(pipeline_config=config), image.width, image.height)
+        assert batch.condition_image.size == (batch.width, batch.height)
+        return batch
+
+    assert prepared(64, 32, "width", "height").condition_image.size == (32, 32)  # sqrt(64 * 32) = 45, in steps of 16
+    apply(HOOK["requested_image_size"])
+    asked = prepared(64, 32, "width", "height").condition_image
+    assert asked.size == (64, 32)
+    covered = image.resize((64, 64), Image.Resampling.LANCZOS).crop((0, 16, 64, 48))
+    np.testing.assert_array_equal(np.asarray(asked), np.asarray(covered))
+    assert prepared(64, 32, "width").condition_image.size == (32, 32)  # only what is asked for in full
+    with pytest.raises(ValueError, match="100x64 is not a multiple of 16x16"):
+        prepared(100, 64, "width", "height")
+    other = SimpleNamespace(extra={"explicit_fields": ["width", "height"]}, width=64, height=32)
+    arguments = SimpleNamespace(pipeline_config=Wan2_2_TI2V_5B_Config())
+    assert hooks.cover_requested_size(stage, other, arguments, 48, 48) is None  # TI2V has a hook of its own
+
+
+def test_condition_latent(apply: Any) -> None:
+    """What I2V puts beside the state is answered as it was before sequence parallelism split it."""
+    from sglang.multimodal_gen.runtime.post_training import rollout_hooks
+
+    whole = torch.randn(1, 20, 4, 2, 2)
+
+    def answered(image_latent: Any, *, environment: bool = True) -> dict[str, Any] | None:
+        batch = SimpleNamespace(rollout=True, image_latent=image_latent, extra={}, condition_image=None)
+        batch.rollout_return_denoising_env, batch.rollout_return_dit_trajectory = environment, True
+        rollout_hooks.prepare_rollout_if_enabled(
+            batch=batch, pipeline_config=None, build_controller=lambda **_: SimpleNamespace()
+        )
+        batch.image_latent = None if image_latent is None else image_latent[:, :, :2]  # as split for one of two workers
+        rollout_hooks.init_rollout_env_if_enabled(
+            batch=batch, image_kwargs={"encoder": None}, pos_cond_kwargs={}, neg_cond_kwargs={}, guidance=None
+        )
+        assert not batch.extra
+        env = batch._rollout_denoising_env_state["env"]
+        return None if env is None else env.image_kwargs
+
+    assert answered(whole) == {"encoder": None}
+    apply(HOOK["condition_latent"])
+    kwargs = answered(whole)
+    assert kwargs is not None
+    assert torch.equal(kwargs[hooks.CONDITION_KEY], whole)
+    assert answered(None) == {"encoder": None}
+    assert answered(whole, environment=False) is None

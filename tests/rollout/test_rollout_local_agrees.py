@@ -14,6 +14,8 @@ from miles_wan.records import PromptRecord
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.rollout.sglang.engine import SGLangEngine
 from miles_wan.tiny import TinyPaths
+from miles_wan.wan.family import load_family
+from miles_wan.wan.model import WanModel, load_model
 
 pytestmark = pytest.mark.e2e
 
@@ -21,8 +23,13 @@ EVERY_LAW = [("flow_sde", (0, 1, 4)), ("cps", (0, 1, 4)), ("ode", ())]
 
 
 @pytest.fixture(scope="module")
-def local(tiny_paths: TinyPaths, transformer: Any) -> LocalEngine:
-    return LocalEngine(tiny_paths.model, transformer, dtype="fp32", expand_timesteps=True, device=torch.device("cpu"))
+def model(tiny_paths: TinyPaths) -> WanModel:
+    return load_model(load_family(tiny_paths.model), dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def local(tiny_paths: TinyPaths, model: WanModel) -> LocalEngine:
+    return LocalEngine(load_family(tiny_paths.model), model, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("kind", "steps"), EVERY_LAW)
@@ -71,7 +78,7 @@ def test_both_engines_make_the_same_samples(
 def test_the_other_side_gives_each_trajectory_the_same_likelihood(
     engine: SGLangEngine,
     local: LocalEngine,
-    transformer: Any,
+    model: WanModel,
     record: PromptRecord,
     run: Any,
     image: bool,
@@ -91,9 +98,9 @@ def test_the_other_side_gives_each_trajectory_the_same_likelihood(
     theirs, ours = run(engine.generate_debug(request, [0, 1])), local.generate_debug(request, [0, 1])
     for our, their in zip(ours, theirs, strict=True):
         served, made = their.output.trajectory, our.output.trajectory
-        scored = by_trainer(transformer, served, theirs[0].output.conditioning, request.sampling)
+        scored = by_trainer(model, served, theirs[0].output.conditioning, request.sampling)
         np.testing.assert_allclose(served.log_probs, scored, rtol=0, atol=1e-5)
-        scored = by_velocities(their.debug.model_outputs, made, request.sampling)
+        scored = by_velocities(model, their.debug.model_outputs, made, request.sampling)
         np.testing.assert_allclose(made.log_probs, scored, rtol=0, atol=1e-5)
 
 

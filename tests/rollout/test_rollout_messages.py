@@ -14,18 +14,26 @@ from rollout_replay import make_request
 from miles_wan.errors import EngineError, InputError
 from miles_wan.flow import shifted_sigmas
 from miles_wan.records import PromptRecord
-from miles_wan.rollout.sglang.messages import SampleQuery, parse_answer, request_body
+from miles_wan.rollout.sglang.messages import parse_answer
+from miles_wan.rollout.sglang.query import SampleQuery, request_body
+from miles_wan.wan.facts import FAMILIES, WanFamily
 
 IMAGE = PromptRecord(record_id="r", prompt="a bird", image_path="/data/bird.png", source="train.jsonl:1")
 TEXT = PromptRecord(record_id="r", prompt="a bird")
+TI2V, T2V, I2V = (FAMILIES[name] for name in ("wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.2-i2v-a14b"))
 Answer = dict[str, Any]
 
 
 def query(
-    record: PromptRecord = IMAGE, *, indices: tuple[int, ...] = (1,), conditioning: bool = True, **changes: Any
+    record: PromptRecord = IMAGE,
+    *,
+    family: WanFamily = TI2V,
+    indices: tuple[int, ...] = (1,),
+    conditioning: bool = True,
+    **changes: Any,
 ) -> SampleQuery:
     request = make_request(record, **{"seeds": (7, 8, 9), "stochastic_steps": (1, 2), **changes})
-    return SampleQuery(request, indices, return_conditioning=conditioning)
+    return SampleQuery(family, request, indices, return_conditioning=conditioning)
 
 
 def packed(array: np.ndarray) -> dict[str, Any]:
@@ -52,7 +60,7 @@ def answer() -> Answer:
         "denoising_env": {"pos_cond_kwargs": text, "neg_cond_kwargs": text, "image_kwargs": None, "guidance": None},
         "dit_trajectory": {
             "latents": packed(latents()),
-            "timesteps": packed(np.zeros(3, np.float32)),
+            "timesteps": packed(1000 * shifted_sigmas(6, 5.0).numpy()[1:4]),
             "sigmas": packed(shifted_sigmas(6, 5.0).numpy()),
         },
         "inference_time_s": 0.5,
@@ -75,6 +83,7 @@ def test_a_good_answer_becomes_records() -> None:
     np.testing.assert_array_equal(trajectory.latents, np.stack([latents()[:2], latents()[1:]]))
     np.testing.assert_array_equal(trajectory.log_probs, np.array([-1.1, -1.2], np.float32))
     assert trajectory.sigmas.shape == (7,)
+    np.testing.assert_array_equal(trajectory.timesteps, 1000 * shifted_sigmas(6, 5.0).numpy()[1:3])
     assert (trajectory.has_condition, trajectory.policy_version) == (True, 3)
     assert conditioning is not None
     assert conditioning.prompt_embeds.shape == (512, 32)
@@ -144,6 +153,10 @@ BAD = {
         broken(lambda a: a["dit_trajectory"].update(sigmas=packed(shifted_sigmas(6, 3.0).numpy()))),
         "6 steps with flow_shift 5 give",
     ),
+    "rounded timesteps": (
+        broken(lambda a: a["dit_trajectory"].update(timesteps=packed(np.array([909, 717, 540], np.float32)))),
+        r"timesteps: the sigmas give \[952.6.*, the engine used \[909",
+    ),
     "another step scored": (
         broken(lambda a: a.update(rollout_log_probs=packed(np.array([-1, -1, 0, 0, 0, 0], np.float32)))),
         r"asked for stochastic steps \(1, 2\), the engine scored \(0, 1\)",
@@ -190,6 +203,7 @@ def test_what_is_wrong_with_one_of_several_answers_names_its_seed() -> None:
 def test_the_final_latent_is_kept_if_asked_for() -> None:
     value = answer()
     value["dit_trajectory"]["latents"] = packed(np.concatenate([latents(), latents()[:1] + 5]))
+    value["dit_trajectory"]["timesteps"] = packed(1000 * shifted_sigmas(6, 5.0).numpy()[[1, 2, 3, 6]])
     [got] = parse_answer(encoded(value), query(keep_final=True))
     assert got.output.trajectory is not None
     np.testing.assert_array_equal(got.output.trajectory.final_latent, latents()[0] + 5)
@@ -198,7 +212,7 @@ def test_the_final_latent_is_kept_if_asked_for() -> None:
 
 def test_a_rollout_of_a_final_latent_alone_has_no_steps() -> None:
     value = answer() | {"rollout_log_probs": packed(np.zeros(6, np.float32))}
-    value["dit_trajectory"]["latents"] = packed(latents()[:1])
+    value["dit_trajectory"] |= {"latents": packed(latents()[:1]), "timesteps": packed(np.zeros(1, np.float32))}
     asked = query(keep_final=True, stochastic_steps=())
     output = parse_answer(encoded(value), asked)[0].output
     assert request_body(asked)["rollout_return_step_indices"] == [6]
@@ -257,3 +271,53 @@ def test_a_validation_body_is_deterministic_on_the_rollout_grid() -> None:
     body = request_body(query(stochastic_steps=()))
     assert (body["rollout"], body["rollout_sde_type"], body["rollout_log_prob_no_const"]) == (True, "ode", True)
     assert body["rollout_return_step_indices"] == [6]
+
+
+def of_i2v(condition: np.ndarray | None) -> Answer:
+    """As ``answer()``, of I2V: states [16, 2, 4, 4], and what the image gave."""
+    value = answer()
+    states = np.arange(3 * 16 * 32, dtype=np.float32).reshape(3, 16, 2, 4, 4)
+    value["dit_trajectory"]["latents"] = packed(states)
+    value["denoising_env"]["image_kwargs"] = {} if condition is None else {"image_latent": packed(condition)}
+    return value
+
+
+@pytest.mark.parametrize("leading", [(), (1,)])
+def test_what_an_image_of_i2v_gives_is_read_from_the_answer(leading: tuple[int, ...]) -> None:
+    asked = query(family=I2V, guidance_scale_2=2.0)
+    assert request_body(asked)["extra_sampling_params"] == {"guidance_scale_2": 2.0}
+    channels = np.random.default_rng(0).standard_normal((20, 2, 4, 4), np.float32)
+    [got] = parse_answer(encoded(of_i2v(channels.reshape(*leading, 20, 2, 4, 4))), asked)
+    assert got.output.conditioning is not None
+    np.testing.assert_array_equal(got.output.conditioning.condition_latent, channels)
+    assert got.output.trajectory is not None
+    assert got.output.trajectory.has_condition
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        (None, "lacks image_latent: its condition_latent hook is not active"),
+        (np.zeros((16, 2, 4, 4), np.float32), r"image_latent: expected shape \(20, 2, 4, 4\), the engine sent \(16"),
+        (with_nan(np.zeros((20, 2, 4, 4), np.float32)), "image_latent: 1 of 640 values are not finite"),
+    ],
+)
+def test_an_image_of_i2v_that_is_not_answered_is_refused(condition: np.ndarray | None, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        parse_answer(encoded(of_i2v(condition)), query(family=I2V, guidance_scale_2=2.0))
+
+
+@pytest.mark.parametrize(
+    ("family", "scales", "message"),
+    [
+        (T2V, {}, "2 expert.s. with guidance scales 3 and None"),
+        (TI2V, {"guidance_scale_2": 2.0}, "1 expert.s. with guidance scales 3 and 2"),
+        (T2V, {"guidance_scale_2": 1.0}, "guidance is on for both experts"),
+        (T2V, {"guidance_scale": 1.0, "guidance_scale_2": 3.0}, "guidance is on for both experts"),
+    ],
+)
+def test_each_expert_is_asked_for_with_its_own_guidance(
+    family: WanFamily, scales: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        query(TEXT, family=family, image=False, **scales)

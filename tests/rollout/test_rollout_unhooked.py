@@ -33,17 +33,21 @@ from test_rollout_messages import packed
 from miles_wan.cluster import lifeline
 from miles_wan.errors import EngineError
 from miles_wan.records import PromptRecord
+from miles_wan.rollout.base import Answer
 from miles_wan.rollout.sglang.canary import canary_query, check_canary, check_start
 from miles_wan.rollout.sglang.client import SGLangClient
-from miles_wan.rollout.sglang.messages import Answer, SampleQuery, decode_tensor, parse_answer, request_body
+from miles_wan.rollout.sglang.messages import decode_tensor, parse_answer
 from miles_wan.rollout.sglang.payload import serialize_update, tensor_digest
 from miles_wan.rollout.sglang.plugin import DISABLE_VARIABLE
+from miles_wan.rollout.sglang.query import SampleQuery, request_body
 from miles_wan.rollout.sglang.server import SGLangServer
 from miles_wan.rollout.sglang.weights import adapter_layers, apply_adapter, engine_layer_names
 from miles_wan.tiny import TinyPaths
+from miles_wan.wan.facts import FAMILIES
 
 pytestmark = pytest.mark.e2e
 
+TI2V = FAMILIES["wan2.2-ti2v-5b"]
 LEFT_OUT = (
     "requested_size",
     "separate_outputs",
@@ -102,7 +106,7 @@ def raw(unhooked: Unhooked, run: Run) -> dict[str, Any]:
 
 
 def first_of_canary(*, with_image: bool) -> SampleQuery:
-    return replace(canary_query(5.0, with_image=with_image), sample_indices=(0,))
+    return replace(canary_query(TI2V, 5.0, with_image=with_image), sample_indices=(0,))
 
 
 def parsed_as_if_asked(raw: dict[str, Any]) -> list[Answer]:
@@ -136,16 +140,16 @@ def test_without_requested_size_the_answer_is_refused(raw: dict[str, Any]) -> No
 
 
 def test_without_separate_outputs_two_of_an_image_fail(unhooked: Unhooked, run: Run) -> None:
-    response = run(unhooked.client.post("/rollout/generate", request_body(canary_query(5.0, with_image=True))))
+    response = run(unhooked.client.post("/rollout/generate", request_body(canary_query(TI2V, 5.0))))
     assert response.status_code == 500
 
 
 def test_without_separate_outputs_the_check_after_start_fails(unhooked: Unhooked, run: Run) -> None:
-    query = canary_query(5.0, with_image=False)
+    query = canary_query(TI2V, 5.0, with_image=False)
     response = run(unhooked.client.post("/rollout/generate", request_body(query)))
     samples = [as_bytes(sample) for sample in msgpack.unpackb(response.content)]
     with pytest.raises(EngineError, match="its separate_outputs or generator_noise hook is not in effect"):
-        check_canary(parse_answer(msgpack.packb(samples), query), with_image=False)
+        check_canary(parse_answer(msgpack.packb(samples), query), TI2V, with_image=False)
 
 
 def test_without_given_sigmas_the_answer_is_refused(unhooked: Unhooked, run: Run) -> None:
@@ -160,12 +164,12 @@ def test_without_given_sigmas_the_answer_is_refused(unhooked: Unhooked, run: Run
 
 def test_without_sampled_log_prob_the_check_after_start_fails(raw: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="its sampled_log_prob hook is not in effect"):
-        check_canary(parsed_as_if_asked(raw), with_image=True)
+        check_canary(parsed_as_if_asked(raw), TI2V)
 
 
 def test_without_float32_transition_the_check_after_start_fails(raw: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="its float32_transition hook is not in effect"):
-        check_canary(parsed_as_if_asked(raw), with_image=False)  # so that the unmasked log-prob is right
+        check_canary(parsed_as_if_asked(raw), TI2V, with_image=False)  # so that the unmasked log-prob is right
 
 
 def test_without_float32_start_the_check_after_start_fails(raw: dict[str, Any]) -> None:
@@ -209,7 +213,7 @@ def test_an_engine_with_a_hook_left_out_is_refused(tiny_paths: TinyPaths, unhook
 
 def slow_query(record: PromptRecord) -> SampleQuery:
     """Without an image, of many steps: it is still running when the server is hurt."""
-    return SampleQuery(request=make_request(record, image=False, num_inference_steps=400), sample_indices=(0,))
+    return SampleQuery(TI2V, make_request(record, image=False, num_inference_steps=400), (0,))
 
 
 def test_a_stopped_server_hangs_and_that_is_told(unhooked: Unhooked, record: PromptRecord, run: Run) -> None:

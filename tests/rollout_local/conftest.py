@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from diffusers import WanTransformer3DModel
+from local_parts import local_engine, model_of
 
 from miles_wan.records import PromptRecord, RolloutRequest, SamplingSettings
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.tiny import TinyPaths
-from miles_wan.wan.load import load_transformer
+from miles_wan.wan.model import WanModel
 
 MakeRequest = Callable[..., RolloutRequest]
 
@@ -28,17 +28,18 @@ def record(tiny_paths: TinyPaths) -> PromptRecord:
 
 
 @pytest.fixture(scope="session")
-def transformer(tiny_paths: TinyPaths) -> WanTransformer3DModel:
-    return load_transformer(tiny_paths.model, dtype="fp32")
+def model(tiny_paths: TinyPaths) -> WanModel:
+    return model_of(tiny_paths)
 
 
 @pytest.fixture(scope="session")
-def local(tiny_paths: TinyPaths, transformer: WanTransformer3DModel) -> LocalEngine:
-    return local_engine(tiny_paths, transformer)
+def transformer(model: WanModel) -> WanTransformer3DModel:
+    return model["transformer"]
 
 
-def local_engine(tiny_paths: TinyPaths, transformer: WanTransformer3DModel, *, dtype: str = "fp32") -> LocalEngine:
-    return LocalEngine(tiny_paths.model, transformer, dtype=dtype, expand_timesteps=True, device=torch.device("cpu"))
+@pytest.fixture(scope="session")
+def local(tiny_paths: TinyPaths, model: WanModel) -> LocalEngine:
+    return local_engine(tiny_paths, model)
 
 
 @pytest.fixture(scope="session")

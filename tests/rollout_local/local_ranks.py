@@ -10,30 +10,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers import WanTransformer3DModel
 
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.training.sharding import init_process_group, shard_transformer
-from miles_wan.wan.load import load_transformer
+from miles_wan.wan.family import ModelFolder, load_family
 from miles_wan.wan.lora import inject_lora, trainable_parameters
+from miles_wan.wan.model import WanModel, load_model
 
 
-def adapted_transformer(model: Path) -> WanTransformer3DModel:
-    """The tiny transformer with adapters that are not zero."""
-    transformer = load_transformer(model, dtype="fp32")
-    inject_lora(transformer, rank=4, alpha=8, targets=("to_q", "to_v", "ffn.net.2"), seed=1)
-    with torch.no_grad():
-        for name, parameter in trainable_parameters(transformer):
-            if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.1)
-    return transformer
+def adapted_model(folder: ModelFolder) -> WanModel:
+    """The tiny model with adapters that are not zero."""
+    model = load_model(folder, dtype="fp32")
+    for seed, (_, transformer) in enumerate(model.items(), start=1):
+        inject_lora(transformer, rank=4, alpha=8, targets=("to_q", "to_v", "ffn.net.2"), seed=seed)
+        with torch.no_grad():
+            for name, parameter in trainable_parameters(transformer):
+                if "lora_B" in name:
+                    draw = torch.Generator().manual_seed(seed + 1)
+                    parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
+    return model
 
 
-def gradient_norm(transformer: WanTransformer3DModel) -> Any:
-    """Of a loss whose value is the same on every rank."""
+def gradient_norm(model: WanModel) -> Any:
+    """Of a loss of the first transformer whose value is the same on every rank."""
+    transformer = model[model.names[0]]
+    channels = transformer.config.in_channels
     generator = torch.Generator().manual_seed(4)
     output = transformer(
-        hidden_states=torch.randn(1, 48, 2, 2, 2, generator=generator),
+        hidden_states=torch.randn(1, channels, 2, 2, 2, generator=generator),
         timestep=torch.tensor([500.0]),
         encoder_hidden_states=torch.randn(1, 512, 32, generator=generator),
         return_dict=False,
@@ -48,11 +52,13 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     job = torch.load(folder / "job.pt", weights_only=False)
     device = torch.device("cpu")
     init_process_group(device=device, rank=rank, world_size=world_size, init_method=f"file://{folder / 'meeting'}")
-    transformer = adapted_transformer(job["model"])
-    shard_transformer(transformer, device=device, activation_checkpointing=True)
-    engine = LocalEngine(job["model"], transformer, dtype="fp32", expand_timesteps=True, device=device)
+    folder_of_model = load_family(job["model"])
+    model = adapted_model(folder_of_model)
+    for _, transformer in model.items():
+        shard_transformer(transformer, device=device, activation_checkpointing=True)
+    engine = LocalEngine(folder_of_model, model, device=device)
     outputs = engine.generate(job["requests"][rank], [0, 1], return_conditioning=True)
-    torch.save({"outputs": outputs, "gradient_norm": gradient_norm(transformer)}, folder / f"results_{rank}.pt")
+    torch.save({"outputs": outputs, "gradient_norm": gradient_norm(model)}, folder / f"results_{rank}.pt")
     dist.destroy_process_group()
 
 

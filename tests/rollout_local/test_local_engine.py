@@ -12,77 +12,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from local_parts import local_engine, model_of, rescored
 from PIL import Image
 
 from miles_wan.errors import EngineError
-from miles_wan.flow import transition
-from miles_wan.records import RolloutOutput, RolloutRequest
 from miles_wan.rollout.local import LocalEngine
-from miles_wan.rollout.local.text import MAX_TOKENS
-from miles_wan.rollout.local.video import image_pixels
 from miles_wan.tiny import TinyPaths
-from miles_wan.wan.conditioning import build_model_input
 from miles_wan.wan.facts import DEFAULT_NEGATIVE_PROMPT
-from miles_wan.wan.forward import guided_velocity
 from miles_wan.wan.lora import inject_lora
+from miles_wan.wan.model import WanModel
+from miles_wan.wan.text import MAX_TOKENS
+from miles_wan.wan.video import image_pixels
 
 STOCHASTIC = ("flow_sde", "dance_sde", "cps", "flow_grpo_wan")
-
-
-def rescored(transformer: Any, request: RolloutRequest, output: RolloutOutput) -> list[float]:
-    """The log-probs of the kept steps as the trainer computes them, from what the trajectory holds."""
-    trajectory, conditioning, sampling = output.trajectory, output.conditioning, request.sampling
-    assert trajectory is not None
-    assert conditioning is not None
-    values = []
-    for (state, after), step in zip(torch.from_numpy(trajectory.latents), trajectory.steps, strict=True):
-        sigmas = torch.from_numpy(trajectory.sigmas)
-        given = None if conditioning.condition_latent is None else torch.from_numpy(conditioning.condition_latent)[None]
-        negative = conditioning.negative_prompt_embeds
-        inputs = build_model_input(
-            state[None],
-            sigmas[step][None] * 1000,
-            condition_latent=given,
-            has_condition=torch.tensor([trajectory.has_condition]),
-            expand_timesteps=True,
-        )
-        with torch.no_grad():
-            velocity = guided_velocity(
-                transformer,
-                inputs,
-                prompt_embeds=torch.from_numpy(conditioning.prompt_embeds)[None],
-                negative_prompt_embeds=None if negative is None else torch.from_numpy(negative)[None],
-                guidance_scale=sampling.guidance_scale,
-                dtype=torch.float32,
-            )
-        scored = transition(
-            sampling.kind,
-            inputs.hidden_states,
-            velocity,
-            sigma=sigmas[step],
-            sigma_next=sigmas[step + 1],
-            sigma_max=sigmas[1],
-            noise_level=sampling.noise_level,
-            next_sample=after[None],
-            mask=inputs.mask,
-            cps_log_prob=sampling.cps_log_prob,
-        )
-        values.append(float(scored.log_prob))
-    return values
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
 @pytest.mark.parametrize("image", [True, False])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_the_trainer_finds_the_log_probs_of_the_trajectory(
-    local: LocalEngine, transformer: Any, make_request: Any, kind: str, image: bool, guidance: float
+    local: LocalEngine, model: WanModel, make_request: Any, kind: str, image: bool, guidance: float
 ) -> None:
     request = make_request(image=image, kind=kind, guidance_scale=guidance)
     output = local.generate(request, [0], return_conditioning=True)[0]
     assert output.trajectory is not None
     assert output.trajectory.has_condition is image
-    np.testing.assert_array_equal(output.trajectory.log_probs, rescored(transformer, request, output))
+    np.testing.assert_array_equal(output.trajectory.log_probs, rescored(model, request, output))
 
 
 def test_a_squared_error_is_the_log_prob_of_cps_if_asked(local: LocalEngine, make_request: Any) -> None:
@@ -139,13 +94,13 @@ def test_explicit_sigmas_are_used_as_they_are(local: LocalEngine, make_request: 
 
 
 def test_a_seed_gives_the_same_video_in_any_order_of_calls(
-    tiny_paths: TinyPaths, transformer: WanTransformer3DModel, local: LocalEngine, make_request: Any
+    tiny_paths: TinyPaths, model: WanModel, local: LocalEngine, make_request: Any
 ) -> None:
     request, other = make_request(), make_request(image=False, guidance_scale=1.0)
     first = local.generate(request, [0])[0]
     local.generate(other, [1])
     again = local.generate(request, [0])[0]
-    fresh = LocalEngine(tiny_paths.model, transformer, dtype="fp32", expand_timesteps=True, device=torch.device("cpu"))
+    fresh = local_engine(tiny_paths, model)
     fresh.prepare([other.record, request.record], guidance_scale=3.0)
     for output in (again, fresh.generate(request, [0])[0]):
         np.testing.assert_array_equal(output.frames, first.frames)
@@ -165,11 +120,10 @@ def test_a_batch_makes_the_videos_of_its_samples(local: LocalEngine, make_reques
 
 
 def test_it_rolls_out_with_what_the_transformer_holds_now(tiny_paths: TinyPaths, make_request: Any) -> None:
-    from miles_wan.wan.load import load_transformer
-
-    transformer = load_transformer(tiny_paths.model, dtype="fp32")
+    model = model_of(tiny_paths)
+    transformer = model["transformer"]
     inject_lora(transformer, rank=4, alpha=8, targets=("to_q", "to_v"), seed=1)
-    engine = LocalEngine(tiny_paths.model, transformer, dtype="fp32", expand_timesteps=True, device=torch.device("cpu"))
+    engine = local_engine(tiny_paths, model)
     request = make_request()
     before = engine.generate(request, [0])[0].trajectory.latents
     with torch.no_grad():
@@ -189,10 +143,7 @@ def test_it_rolls_out_with_what_the_transformer_holds_now(tiny_paths: TinyPaths,
 
 
 def test_bf16_states_stay_float32(tiny_paths: TinyPaths, make_request: Any) -> None:
-    from miles_wan.wan.load import load_transformer
-
-    transformer = load_transformer(tiny_paths.model, dtype="bf16")
-    engine = LocalEngine(tiny_paths.model, transformer, dtype="bf16", expand_timesteps=True, device=torch.device("cpu"))
+    engine = local_engine(tiny_paths, model_of(tiny_paths, dtype="bf16"))
     trajectory = engine.generate(make_request(), [0])[0].trajectory
     start, after = torch.from_numpy(trajectory.latents[0])
     noise = torch.randn(1, *start.shape, generator=torch.Generator().manual_seed(trajectory.seed))[0]
@@ -296,10 +247,8 @@ def test_an_image_that_cannot_be_read_is_named(
 
 
 def test_values_that_are_not_finite_are_an_error(tiny_paths: TinyPaths, make_request: Any) -> None:
-    from miles_wan.wan.load import load_transformer
-
-    transformer = load_transformer(tiny_paths.model, dtype="fp32")
-    transformer.proj_out.bias.data[0] = math.nan
-    engine = LocalEngine(tiny_paths.model, transformer, dtype="fp32", expand_timesteps=True, device=torch.device("cpu"))
+    model = model_of(tiny_paths)
+    model["transformer"].proj_out.bias.data[0] = math.nan
+    engine = local_engine(tiny_paths, model)
     with pytest.raises(EngineError, match=r"train\.jsonl:1: .*not finite"):
         engine.generate(make_request(), [0])

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from miles_wan.records import Conditioning, SamplingSettings
 from miles_wan.rollout.local.sampler import Step, denoise
+from miles_wan.wan.experts import Experts
 from miles_wan.wan.load import load_transformer
+from miles_wan.wan.model import WanModel
 
 NAMES = ("rollout_ti2v", "rollout_ti2v_window", "rollout_ti2v_cps", "rollout_ti2v_lora")
 _KINDS = {"sde": "flow_sde", "cps": "cps"}
@@ -36,6 +38,12 @@ def steps_of(name: str, folder: Path) -> list[Step]:
     """The steps of our loop with the golden embeddings and first frame."""
     tensors, request = golden(name)
     transformer = load_transformer(write_model_folder(folder / "model"), dtype="fp32")
+    model = WanModel(
+        {"transformer": transformer},
+        experts=Experts(("transformer",), None),
+        image_conditioning="first_frame",
+        dtype=torch.float32,
+    )
     for key, value in tensors.items():
         if key.endswith(".lora_B"):  # merged with alpha 8, rank 4
             layer = transformer.get_submodule(key.removeprefix("lora.").removesuffix(".lora_B"))
@@ -45,7 +53,7 @@ def steps_of(name: str, folder: Path) -> list[Step]:
     steps = request["num_inference_steps"]
     return list(
         denoise(
-            transformer,
+            model,
             Conditioning(
                 prompt_embeds=padded(tensors["prompt_embeds.valid"]),
                 negative_prompt_embeds=padded(tensors["negative_prompt_embeds.valid"]) if guided else None,
@@ -65,8 +73,6 @@ def steps_of(name: str, folder: Path) -> list[Step]:
             seeds=[request["seed"]],
             stochastic_steps=request.get("rollout_sde_step_indices", range(steps)),
             latent_shape=tuple(latents.shape[1:]),
-            expand_timesteps=True,
-            dtype=torch.float32,
             device=torch.device("cpu"),
         )
     )

@@ -14,14 +14,13 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from local_parts import deterministic
 from PIL import Image
 from transformers import AutoTokenizer, UMT5EncoderModel
 
 from miles_wan.flow import shifted_sigmas
 from miles_wan.rollout.local import LocalEngine
 from miles_wan.tiny import TinyPaths
-
-NEGATIVE = "a blue square"
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +52,6 @@ def pipeline_latent(pipeline: Any, request: Any, seed: int, **inputs: Any) -> An
         output_type="latent",
         **inputs,
     ).frames[0]
-
-
-def deterministic(make_request: Any, scheduler: FlowMatchEulerDiscreteScheduler, **changes: Any) -> Any:
-    """A request without stochastic steps, on the very grid of the scheduler (ours differs by one unit in the last place)."""
-    request = make_request(stochastic_steps=(), keep_final=True, **changes)
-    scheduler.set_timesteps(request.sampling.num_inference_steps)
-    sampling = type(request.sampling)(**{**vars(request.sampling), "sigmas": tuple(scheduler.sigmas.tolist())})
-    record = type(request.record)(**{**vars(request.record), "negative_prompt": NEGATIVE})
-    return type(request)(**{**vars(request), "sampling": sampling, "record": record})
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 12.0])

@@ -5,9 +5,9 @@ knows no transformer.
 from __future__ import annotations
 
 from miles_wan.records import Conditioning, PromptRecord, SamplingSettings
-from miles_wan.rollout.local.text import PromptEncoder, prompts_of
-from miles_wan.rollout.local.video import VideoCodec
 from miles_wan.wan.facts import ImageConditioning
+from miles_wan.wan.text import PromptEncoder, prompts_of
+from miles_wan.wan.video import VideoCodec
 
 
 def encode_conditioning(

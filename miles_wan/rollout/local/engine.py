@@ -18,11 +18,11 @@ from miles_wan.records import Conditioning, Float32, PromptRecord, RolloutOutput
 from miles_wan.rollout.base import Answer, DebugTensors
 from miles_wan.rollout.local.conditioning import encode_conditioning
 from miles_wan.rollout.local.sampler import Step, denoise, sigma_grid
-from miles_wan.rollout.local.text import PromptEncoder, prompts_of
-from miles_wan.rollout.local.video import VideoCodec
 from miles_wan.wan.experts import TIMESTEPS
 from miles_wan.wan.family import ModelFolder, legal_frames, legal_size
 from miles_wan.wan.model import WanModel
+from miles_wan.wan.text import PromptEncoder, prompts_of
+from miles_wan.wan.video import VideoCodec
 
 
 class LocalEngine:

@@ -13,7 +13,9 @@ import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from miles_wan.errors import EngineError
-from miles_wan.rollout.sglang.messages import Answer, SampleQuery, parse_answer, request_body
+from miles_wan.rollout.base import Answer
+from miles_wan.rollout.sglang.messages import parse_answer
+from miles_wan.rollout.sglang.query import SampleQuery, request_body
 
 _ATTEMPTS = 5
 _DEAD = "restart the server"  # what SGLang says once a worker has ended

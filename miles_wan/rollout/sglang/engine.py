@@ -14,14 +14,16 @@ import httpx
 
 from miles_wan.errors import EngineError
 from miles_wan.records import RolloutOutput, RolloutRequest
-from miles_wan.rollout.base import EngineInfo, EngineMismatchError, SyncReport, WeightPush
-from miles_wan.rollout.sglang.canary import canary_query, check_canary
+from miles_wan.rollout.base import Answer, EngineInfo, EngineMismatchError, SyncReport, WeightPush
+from miles_wan.rollout.sglang.canary import canary_query, check_canary, check_experts, expert_queries
 from miles_wan.rollout.sglang.client import GENERATE_PATH, SGLangClient, reason
 from miles_wan.rollout.sglang.identity import PATH as IDENTITY_PATH
-from miles_wan.rollout.sglang.messages import Answer, SampleQuery, parse_answer, request_body
+from miles_wan.rollout.sglang.messages import parse_answer
+from miles_wan.rollout.sglang.query import SampleQuery, request_body
 from miles_wan.rollout.sglang.server import SGLangServer
 from miles_wan.rollout.sglang.settings import EngineSettings
 from miles_wan.rollout.sglang.weights import apply_adapter, engine_layer_names
+from miles_wan.wan.family import load_family
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +36,12 @@ _CONFIGS = {
 
 
 class SGLangEngine:
-    """One SGLang server that rolls out with the adapter it was last given."""
+    """One SGLang server that rolls out with the adapters it was last given. Raises InputError if its model folder is not
+    whole."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
+        self._folder = load_family(settings.model_path)
         self._server = SGLangServer(settings)
         self._client: SGLangClient | None = None
 
@@ -74,12 +78,14 @@ class SGLangEngine:
             EngineError: the engine refused, died, hangs or answered something else.
             InputError: SGLang lacks the sampler.
         """
-        query = SampleQuery(request, tuple(sample_indices), return_conditioning=return_conditioning)
+        query = SampleQuery(
+            self._folder.family, request, tuple(sample_indices), return_conditioning=return_conditioning
+        )
         return [answer.output for answer in await self._started.generate(query)]
 
     async def generate_debug(self, request: RolloutRequest, sample_indices: Sequence[int]) -> list[Answer]:
         """As ``generate``, with the conditioning and what the engine did in every step: for comparisons, it is large."""
-        query = SampleQuery(request, tuple(sample_indices), return_conditioning=True, debug=True)
+        query = SampleQuery(self._folder.family, request, tuple(sample_indices), return_conditioning=True, debug=True)
         return await self._started.generate(query)
 
     async def apply_weights(self, push: WeightPush) -> SyncReport:
@@ -137,10 +143,15 @@ class SGLangEngine:
             )
 
     def _check_computation(self) -> None:
-        with_image = self._settings.model_id == "Wan2.2-TI2V-5B-Diffusers"
-        if self._settings.model_id == "Wan2.2-I2V-A14B-Diffusers":
-            return  # its video always has the image's shape
-        query = canary_query(self._settings.flow_shift, with_image=with_image)
+        family, shift = self._folder.family, self._settings.flow_shift
+        check_canary(self._first_answers(canary_query(family, shift)), family)
+        if len(family.experts) == 2:
+            routing = self._folder.routing
+            queries = expert_queries(family, shift, routing)
+            check_experts([self._first_answers(query)[0] for query in queries], routing)
+
+    def _first_answers(self, query: SampleQuery) -> list[Answer]:
+        """Before there is an event loop."""
         timeout = self._settings.request_timeout
         try:
             response = httpx.post(
@@ -152,7 +163,7 @@ class SGLangEngine:
             ) from error
         if response.status_code != 200:
             raise EngineError(f"the engine failed its first request: {reason(response)}; {self._server.log_tail()}")
-        check_canary(parse_answer(response.content, query), with_image=with_image)
+        return parse_answer(response.content, query)
 
     def _info(self, identity: Mapping[str, Any], seconds: float) -> EngineInfo:
         return EngineInfo(

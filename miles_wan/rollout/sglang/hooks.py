@@ -17,6 +17,9 @@ Args = tuple[tuple[Any, ...], dict[str, Any]]
 SIGMAS_KEY = "miles_wan_sigmas"  # in a request's diffusers_kwargs, which reach a stage untouched
 RUN_VARIABLE = "MILES_WAN_RUN_ID"  # the launcher's: what bears its value is removed when the run ends
 
+CONDITION_KEY = "image_latent"  # among the image_kwargs of an answer's denoising_env
+_CONDITION_EXTRA = "miles_wan_image_latent"
+
 DETERMINISTIC_VARIABLE = "MILES_WAN_DETERMINISTIC"
 _requested = threading.local()
 _VISUAL_STREAM = "visual"
@@ -40,9 +43,35 @@ def requested_output_size(
     size = getattr(_requested, "size", None)  # a thread that never handled a request has no attribute yet
     if size is None:
         return original(width, height, step_w, step_h, area)
+    _check_multiple(size, step_w, step_h)
+    return size
+
+
+def cover_requested_size(stage: Any, batch: Any, server_args: Any, image_width: int, image_height: int) -> Args | None:
+    """Before ``InputValidationStage.preprocess_condition_image``, for I2V: an image that has the requested size already, since
+    it covers it and is cropped in the middle, as TI2V has it. What the engine derives from its shape is then that size."""
+    from sglang.multimodal_gen.configs.pipeline_configs.wan import Wan2_2_I2V_A14B_Config
+
+    config = server_args.pipeline_config
+    explicit = set(batch.extra.get("explicit_fields", ()))
+    if not isinstance(config, Wan2_2_I2V_A14B_Config) or not {"width", "height"} <= explicit:
+        return None
+    from PIL.Image import Resampling
+
+    patch, stride = config.dit_config.arch_config.patch_size, config.vae_config.arch_config.scale_factor_spatial
+    width, height = batch.width, batch.height
+    _check_multiple((width, height), patch[2] * stride, patch[1] * stride)
+    scale = max(width / image_width, height / image_height)
+    image = batch.condition_image[0] if isinstance(batch.condition_image, list) else batch.condition_image
+    image = image.resize((round(image_width * scale), round(image_height * scale)), Resampling.LANCZOS)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    batch.condition_image = image.crop((left, top, left + width, top + height))
+    return (stage, batch, server_args, width, height), {}
+
+
+def _check_multiple(size: tuple[int, int], step_w: int, step_h: int) -> None:
     if size[0] % step_w or size[1] % step_h:
         raise ValueError(f"requested size {size[0]}x{size[1]} is not a multiple of {step_w}x{step_h} pixels")
-    return size
 
 
 def one_output_at_a_time(_config: Any) -> bool:
@@ -77,6 +106,20 @@ def mark_conditioned_rollout(_result: None, *, batch: Any, pipeline_config: Any,
     if controller.latents_shape[2] < 2:
         raise ValueError("one latent frame with a condition image leaves nothing to sample; ask for at least 5 frames")
     controller.miles_wan_given_frames = 1
+
+
+def remember_condition(_result: None, *, batch: Any, **_kwargs: Any) -> None:
+    """After ``prepare_rollout_if_enabled``: what I2V puts beside the state, before sequence parallelism splits it."""
+    if batch.rollout and batch.rollout_return_denoising_env and batch.image_latent is not None:
+        batch.extra[_CONDITION_EXTRA] = batch.image_latent
+
+
+def return_condition(*, batch: Any, image_kwargs: dict[str, Any], **kwargs: Any) -> Args | None:
+    """Before ``init_rollout_env_if_enabled``: the further input channels [B, 20, F, h, w] of I2V are answered."""
+    condition = batch.extra.pop(_CONDITION_EXTRA, None)
+    if condition is None:
+        return None
+    return (), {"batch": batch, "image_kwargs": image_kwargs | {CONDITION_KEY: condition}, **kwargs}
 
 
 def mask_given_frame(controller: Any, log_prob_sum: Any, log_prob_count: Any) -> Args | None:

@@ -1,12 +1,10 @@
-"""The wire format of SGLang's rollout route. In: samples of one request to generate, or the bytes of an answer. Out: the
-request body, or checked ``RolloutOutput``s. No network here. Whatever the answer lacks, changes or adds is an EngineError
-that names what was asked and what came.
+"""What SGLang's rollout route answers. In: the bytes of an answer, and what was asked. Out: checked ``RolloutOutput``s. No
+network here. Whatever the answer lacks, changes or adds is an EngineError that names what was asked and what came.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -14,97 +12,15 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from miles_wan.errors import EngineError, InputError
+from miles_wan.errors import EngineError
 from miles_wan.flow import explicit_sigmas, shifted_sigmas
-from miles_wan.records import Conditioning, Float32, RolloutOutput, RolloutRequest, SamplingSettings, Trajectory, UInt8
+from miles_wan.records import Conditioning, Float32, RolloutOutput, SamplingSettings, Trajectory, UInt8
 from miles_wan.rollout.base import Answer, DebugTensors, EngineMismatchError
-from miles_wan.rollout.sglang.hooks import SIGMAS_KEY
+from miles_wan.rollout.sglang.hooks import CONDITION_KEY
+from miles_wan.rollout.sglang.query import SampleQuery
+from miles_wan.wan.experts import TIMESTEPS
 
-_SDE_TYPES = {"flow_sde": "sde", "cps": "cps", "ode": "ode"}
 _SIGMA_TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True)
-class SampleQuery:
-    """Seeds of a request, and what should come back with each. ``debug`` adds the engine's own noises and means.
-
-    Raises:
-        InputError: SGLang has no such sampler.
-    """
-
-    request: RolloutRequest
-    sample_indices: tuple[int, ...]
-    return_conditioning: bool = False
-    debug: bool = False
-
-    def __post_init__(self) -> None:
-        kind = self.request.sampling.kind
-        if self.request.stochastic_steps and kind not in _SDE_TYPES:
-            raise InputError(
-                [
-                    f"rollout.sampler: {kind} is none of SGLang's ({', '.join(_SDE_TYPES)}); it needs rollout.engine: local"
-                ]
-            )
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(self.request.seeds[index] for index in self.sample_indices)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Stochastic steps, which are the ones that are kept."""
-        return tuple(sorted(self.request.stochastic_steps))
-
-    @property
-    def returned_states(self) -> tuple[int, ...]:
-        """Indices of the states to return: both ends of every kept step, and the last one if it is asked for or no
-        step is kept."""
-        indices = {index for step in self.steps for index in (step, step + 1)}
-        if self.request.keep_final or not self.steps:
-            indices.add(self.request.sampling.num_inference_steps)
-        return tuple(sorted(indices))
-
-
-def request_body(query: SampleQuery) -> dict[str, Any]:
-    """The JSON body of ``POST /rollout/generate``. Noise is drawn on the CPU so that it depends on the seed alone."""
-    record, sampling = query.request.record, query.request.sampling
-    kind = _SDE_TYPES[sampling.kind] if query.steps else "ode"
-    # "No const" is -(y - mean)^2 alone; SGLang wants it for a deterministic rollout too, which has no density.
-    without_density = kind == "ode" or (kind == "cps" and sampling.cps_log_prob == "squared_error")
-    body: dict[str, Any] = {
-        "prompt": record.prompt,
-        "seed": query.seeds[0],
-        "generator_device": "cpu",
-        "width": sampling.width,
-        "height": sampling.height,
-        "num_frames": sampling.num_frames,
-        "fps": sampling.fps,
-        "num_inference_steps": sampling.num_inference_steps,
-        "num_outputs_per_prompt": len(query.seeds),
-        "guidance_scale": sampling.guidance_scale,
-        "rollout": True,
-        "rollout_sde_type": kind,
-        "rollout_noise_level": sampling.noise_level,
-        "rollout_log_prob_no_const": without_density,
-        "rollout_sde_step_indices": list(query.steps),
-        "rollout_return_step_indices": list(query.returned_states),
-        "rollout_return_dit_trajectory": True,
-        "rollout_return_denoising_env": query.return_conditioning,
-        "rollout_debug_mode": query.debug,
-        "suppress_logs": True,
-    }
-    if record.negative_prompt is not None:
-        body["negative_prompt"] = record.negative_prompt
-    if record.image_path is not None:
-        body["image_path"] = [record.image_path]
-    extra: dict[str, Any] = {}
-    if len(query.seeds) > 1:
-        extra["seed"] = list(query.seeds)  # else output i would get the first seed + i
-    if sampling.sigmas is not None:
-        extra["diffusers_kwargs"] = {SIGMAS_KEY: list(sampling.sigmas)}
-    if extra:
-        body["extra_sampling_params"] = extra
-    return body
 
 
 def parse_answer(content: bytes, query: SampleQuery) -> list[Answer]:
@@ -127,7 +43,7 @@ def _answer(sample: Mapping[str, Any], query: SampleQuery, *, seed: int, with_co
     frames = _frames(sample, query)
     trajectory = _required(sample, "dit_trajectory")
     sigmas = _sigmas(trajectory, sampling)
-    timesteps = _float32(_required(trajectory, "timesteps"), "timesteps", (sampling.num_inference_steps + 1,))
+    timesteps = _timesteps(trajectory, query, sigmas)
     states = _states(trajectory, query)
     log_probs = _log_probs(sample, query)
     output = RolloutOutput(
@@ -221,6 +137,16 @@ def _sigmas(trajectory: Mapping[str, Any], sampling: SamplingSettings) -> Float3
     return used
 
 
+def _timesteps(trajectory: Mapping[str, Any], query: SampleQuery, sigmas: Float32) -> dict[int, np.float32]:
+    """Of the returned states: what the transformer was called with, and what chose it."""
+    indices = query.returned_states
+    used = _float32(_required(trajectory, "timesteps"), "timesteps", (len(indices),))
+    wanted = sigmas[list(indices)] * TIMESTEPS
+    if np.abs(used - wanted).max() > _SIGMA_TOLERANCE * TIMESTEPS:
+        raise EngineError(f"timesteps: the sigmas give {wanted.tolist()}, the engine used {used.tolist()}")
+    return dict(zip(indices, used, strict=True))
+
+
 def _other_grid(text: str, used: Float32, wanted: Sequence[float]) -> EngineMismatchError:
     return EngineMismatchError(f"sigma grid: {text}", {"sigmas": used.tolist()}, {"sigmas": list(wanted)})
 
@@ -230,13 +156,16 @@ def _states(trajectory: Mapping[str, Any], query: SampleQuery) -> dict[int, Floa
     indices, sampling = query.returned_states, query.request.sampling
     if latents.ndim != 5 or latents.shape[0] != len(indices):
         raise EngineError(f"latents: asked for states {indices}, the engine sent {latents.shape}")
-    _, _, frames, height, width = latents.shape
-    fits = sampling.height % height == 0 and sampling.height // height * width == sampling.width
-    if not fits or not 1 <= frames <= sampling.num_frames:
+    if latents.shape[1:] != _latent_shape(query):
         raise EngineError(
             f"latents: {latents.shape} do not belong to {sampling.width}x{sampling.height}x{sampling.num_frames}"
         )
     return dict(zip(indices, latents, strict=True))
+
+
+def _latent_shape(query: SampleQuery) -> tuple[int, int, int, int]:
+    sampling = query.request.sampling
+    return query.family.latent_shape(sampling.num_frames, sampling.height, sampling.width)
 
 
 def _log_probs(sample: Mapping[str, Any], query: SampleQuery) -> Float32:
@@ -254,7 +183,7 @@ def _trajectory(
     *,
     log_probs: Float32,
     sigmas: Float32,
-    timesteps: Float32,
+    timesteps: Mapping[int, np.float32],
     seed: int,
 ) -> Trajectory | None:
     request = query.request
@@ -268,7 +197,7 @@ def _trajectory(
         latents=latents,
         steps=query.steps,
         sigmas=sigmas,
-        timesteps=timesteps[list(query.steps)],
+        timesteps=np.array([timesteps[step] for step in query.steps], np.float32),
         log_probs=log_probs[list(query.steps)],
         has_condition=request.record.image_path is not None,
         policy_version=request.policy_version,
@@ -286,24 +215,44 @@ def _conditioning(sample: Mapping[str, Any], query: SampleQuery, states: Mapping
             f"guidance_scale {query.request.sampling.guidance_scale:g} and a negative prompt embedding that is "
             f"{'missing' if guided else 'present'}"
         )
-    first = states[query.returned_states[0]][:, :1] if query.request.record.image_path is not None else None
     return Conditioning(
         prompt_embeds=_embedding(_required(environment, "pos_cond_kwargs"), "prompt_embeds"),
         negative_prompt_embeds=_embedding(negative, "negative_prompt_embeds") if guided else None,
-        condition_latent=None if first is None else np.ascontiguousarray(first),
+        condition_latent=_condition_latent(environment, query, states),
     )
+
+
+def _condition_latent(
+    environment: Mapping[str, Any], query: SampleQuery, states: Mapping[int, Float32]
+) -> Float32 | None:
+    """What the first image gave: in TI2V the first frame of every state, in I2V the further channels of the input."""
+    if query.request.record.image_path is None:
+        return None
+    if query.family.image_conditioning == "first_frame":
+        return np.ascontiguousarray(states[query.returned_states[0]][:, :1])
+    image_kwargs = environment.get("image_kwargs") or {}
+    if image_kwargs.get(CONDITION_KEY) is None:
+        raise EngineError(f"the engine's answer lacks {CONDITION_KEY}: its condition_latent hook is not active")
+    shape = (query.family.condition_channels, *_latent_shape(query)[1:])
+    latent = _without_batch(_float32(image_kwargs[CONDITION_KEY], CONDITION_KEY), ndim=4)
+    if latent.shape != shape:
+        raise EngineError(f"{CONDITION_KEY}: expected shape {shape}, the engine sent {latent.shape}")
+    return latent
 
 
 def _embedding(kwargs: Mapping[str, Any], name: str) -> Float32:
     value = _required(kwargs, "encoder_hidden_states")
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    array = _float32(value, name)
-    if array.ndim == 3 and array.shape[0] == 1:
-        array = array[0]
+    array = _without_batch(_float32(value, name), ndim=2)
     if array.ndim != 2:
         raise EngineError(f"{name}: expected [tokens, width], the engine sent {array.shape}")
     return array
+
+
+def _without_batch(array: Float32, *, ndim: int) -> Float32:
+    """With several outputs a leading 1 may stay."""
+    return array[0] if array.ndim == ndim + 1 and array.shape[0] == 1 else array
 
 
 def _debug(sample: Mapping[str, Any], num_steps: int) -> DebugTensors:

@@ -78,6 +78,19 @@ HOOKS: tuple[Hook, ...] = (
         marker="max_area = 704 * 1280",
     ),
     Hook(
+        name="requested_image_size",
+        fault="with a first image (I2V) the video has the shape of the image, whatever size is requested",
+        patches=(
+            Patch(
+                f"{_ROOT}.pipelines_core.stages.input_validation.InputValidationStage.preprocess_condition_image",
+                "before",
+                hooks.cover_requested_size,
+            ),
+        ),
+        file=f"{_RUNTIME}/pipelines_core/stages/input_validation.py",
+        marker="batch.condition_image = batch.condition_image.resize((width, height))",
+    ),
+    Hook(
         name="separate_outputs",
         fault="several outputs of a request fail with a first image (TI2V), else get other noise than their seeds give",
         patches=tuple(
@@ -103,6 +116,16 @@ HOOKS: tuple[Hook, ...] = (
         ),
         file=f"{_RUNTIME}/pipelines_core/stages/timestep_preparation.py",
         marker="scheduler = get_or_create_rollout_request_scheduler(batch, self.scheduler)",
+    ),
+    Hook(
+        name="condition_latent",
+        fault="an answer lacks what a first image gives the input (I2V): mask and latents beside the state",
+        patches=(
+            Patch(f"{_ROOT}.post_training.rollout_hooks.prepare_rollout_if_enabled", "after", hooks.remember_condition),
+            Patch(f"{_ROOT}.post_training.rollout_hooks.init_rollout_env_if_enabled", "before", hooks.return_condition),
+        ),
+        file=f"{_RUNTIME}/post_training/rollout_hooks.py",
+        marker="image_kwargs=_kwargs_to_cpu(image_kwargs),",
     ),
     Hook(
         name="sampled_log_prob",

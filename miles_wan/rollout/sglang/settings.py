@@ -15,7 +15,7 @@ from miles_wan.config import Config
 from miles_wan.errors import InputError
 from miles_wan.rollout.sglang.hooks import DETERMINISTIC_VARIABLE
 from miles_wan.rollout.sglang.identity import TOKEN_VARIABLE
-from miles_wan.wan.family import load_family, resolve_model
+from miles_wan.wan.family import ModelFolder, load_family, resolve_model
 
 DETERMINISTIC_ATTENTION = "torch_sdpa"  # the only one of the engine's backends that torch's strict mode controls
 
@@ -65,9 +65,30 @@ class EngineSettings:
         return self.tp_size * self.sp_size
 
 
-def engine_settings(config: Config, devices: Sequence[str], log_dir: str | Path) -> EngineSettings:
-    """The settings of one engine of a run. Raises InputError if the model folder is not whole."""
-    folder = resolve_model(config.model.path)
+def engine_checkpoint(config: Config, folder: ModelFolder) -> Path:
+    """The checkpoint that engines load: that of the run, or with a quantized base a copy in the output folder that holds what
+    the trainer computes with, so that both sides are one policy. It is made once and kept.
+
+    Raises:
+        InputError: no place for it, or weights that cannot be quantized.
+        MilesWanError: it could not be written.
+    """
+    from miles_wan.wan.dequantised import dequantised_checkpoint  # loads diffusers
+
+    settings = config.model
+    out = Path(config.output_dir) / "engine_checkpoint"
+    return dequantised_checkpoint(folder, settings.quantization, settings.dtype, out)
+
+
+def engine_settings(
+    config: Config, devices: Sequence[str], log_dir: str | Path, *, checkpoint: Path | None = None
+) -> EngineSettings:
+    """The settings of one engine of a run. Raises InputError if the model folder is not whole.
+
+    Args:
+        checkpoint: from ``engine_checkpoint``; by default that of the run.
+    """
+    folder = checkpoint if checkpoint is not None else resolve_model(config.model.path)
     rollout = config.rollout
     return EngineSettings(
         model_path=str(folder.resolve()),

@@ -1,5 +1,5 @@
-"""First-frame images to latents, and latents to frames, as the server engine makes them. In: an image file and a size, or a
-latent. Out: normalised latent, or uint8 frames. It knows no transformer and no prompt.
+"""First-frame images and clips to latents, and latents to frames, as the server engine makes them. In: an image file and a
+size, frames, or a latent. Out: normalised latent, or uint8 frames. It knows no transformer and no prompt.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from miles_wan.errors import EngineError, first_line
+from miles_wan.pixels import fill_size
 from miles_wan.records import UInt8
 from miles_wan.wan.conditioning import image_channels
 
@@ -51,19 +52,33 @@ class VideoCodec:
         by grey frames. Raises EngineError as ``encode_image``."""
         return image_channels(self._image_latent(path, width, height, num_frames))
 
-    @torch.no_grad()
     def _image_latent(self, path: str, width: int, height: int, num_frames: int) -> Tensor:
         key = (path, *_file_state(path), width, height, num_frames)
         if key not in self._cache:
-            pixels = image_pixels(path, width, height).to(self._device)
-            video = torch.zeros(1, 3, num_frames, height, width, device=self._device)
-            video[0, :, 0] = pixels
-            latent = self._vae.encode(video).latent_dist.mode()
-            self._cache[key] = ((latent - self._mean) * self._scale)[0].cpu()
+            self._cache[key] = self.encode_first(image_pixels(path, width, height), num_frames)
         self._cache.move_to_end(key)
         if len(self._cache) > _CACHED_IMAGES:
             self._cache.popitem(last=False)
         return self._cache[key]
+
+    @torch.no_grad()
+    def encode_frames(self, frames: UInt8) -> Tensor:
+        """Normalised latent [C, F, h, w] (CPU) of a clip, frames [T, H, W, 3] with T = 4n + 1: the mode of the VAE's
+        distribution, as for images."""
+        unit = torch.from_numpy(frames).to(self._device).float() / 255
+        return self._encode((2 * unit - 1).permute(3, 0, 1, 2)[None])
+
+    @torch.no_grad()
+    def encode_first(self, pixels: Tensor, num_frames: int) -> Tensor:
+        """Normalised latent [C, F, h, w] (CPU) of ``num_frames`` frames of which only the first is given, ``pixels`` [3, H, W]
+        in [-1, 1]; the others are zeros, mid-grey."""
+        video = torch.zeros(1, 3, num_frames, *pixels.shape[1:], device=self._device)
+        video[0, :, 0] = pixels.to(self._device)
+        return self._encode(video)
+
+    def _encode(self, video: Tensor) -> Tensor:
+        latent = self._vae.encode(video).latent_dist.mode()
+        return ((latent - self._mean) * self._scale)[0].cpu()
 
     @torch.no_grad()
     def decode(self, latent: Tensor) -> UInt8:
@@ -84,11 +99,12 @@ def image_pixels(path: str, width: int, height: int) -> Tensor:
             image = ImageOps.exif_transpose(file).convert("RGB")
     except Exception as error:  # each decoder has errors of its own for damaged files
         raise EngineError(f"image {path} cannot be read ({first_line(error)}); check the file") from error
-    scale = max(width / image.width, height / image.height)
-    resized = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS)
-    left, top = (resized.width - width) // 2, (resized.height - height) // 2
-    cropped = resized.crop((left, top, left + width, top + height))
-    return 2 * torch.from_numpy(np.asarray(cropped, dtype=np.float32) / 255).permute(2, 0, 1) - 1
+    return pixels_of(np.asarray(fill_size(image, width, height)))
+
+
+def pixels_of(frame: UInt8) -> Tensor:
+    """Pixels [3, H, W] in [-1, 1] of a frame [H, W, 3]."""
+    return 2 * torch.from_numpy(frame.astype(np.float32) / 255).permute(2, 0, 1) - 1
 
 
 def _file_state(path: str) -> tuple[int, int]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -38,9 +39,14 @@ class PromptEncoder:
         )
         self._encoder: torch.nn.Module = encoder.eval().requires_grad_(False)
         self._cache: OrderedDict[str, Tensor] = OrderedDict()
+        self._held = 0
 
     def encode(self, prompts: Sequence[str]) -> list[Tensor]:
         """Embeddings [512, D] of each prompt. Several new ones move the encoder to the device once."""
+        return [padded(rows) for rows in self.encode_tokens(prompts)]
+
+    def encode_tokens(self, prompts: Sequence[str]) -> list[Tensor]:
+        """As ``encode``, only the rows of the tokens of each prompt [L, D]: the others are zeros."""
         missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._cache]
         valid = self._encode(missing) if missing else {}
         for prompt in dict.fromkeys(prompts):
@@ -49,16 +55,25 @@ class PromptEncoder:
             self._cache.move_to_end(prompt)
         while len(self._cache) > _CACHED_PROMPTS:
             self._cache.popitem(last=False)
-        return [_padded(valid[prompt]) for prompt in prompts]
+        return [valid[prompt] for prompt in prompts]
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """The encoder stays on the device inside this context, whatever is encoded."""
+        self._held += 1
+        self._encoder.to(self._device)
+        try:
+            yield
+        finally:
+            self._held -= 1
+            if not self._held:
+                self._encoder.to("cpu")
 
     @torch.no_grad()
     def _encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
         """The rows of the tokens of each prompt, encoded one by one: an embedding depends on its own prompt alone."""
-        self._encoder.to(self._device)
-        try:
+        with self.on_device():
             return {prompt: self._encode_one(prompt) for prompt in prompts}
-        finally:
-            self._encoder.to("cpu")
 
     def _encode_one(self, prompt: str) -> Tensor:
         tokens = len(self._tokenizer(prompt, verbose=False).input_ids)
@@ -85,5 +100,6 @@ def engine_negative_prompt(negative_prompt: str) -> str:
     return negative_prompt if negative_prompt.isspace() else negative_prompt.strip()
 
 
-def _padded(valid: Tensor) -> Tensor:
+def padded(valid: Tensor) -> Tensor:
+    """Embeddings [512, D] of the rows [L, D] of a prompt's tokens."""
     return torch.cat([valid, valid.new_zeros(MAX_TOKENS - len(valid), valid.shape[1])])
