@@ -35,7 +35,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest
 
 test-kills: setup
 	MILES_WAN_ALL_KILL_POINTS=1 $(BIN)/python -m pytest tests/e2e/test_kill_and_resume.py

@@ -14,12 +14,6 @@ import pytest
 from miles_wan.tiny import TinyPaths, make_tiny
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, those of one folder stay together: they share servers and runs that take minutes."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
-
-
 @pytest.fixture(scope="session")
 def tiny_paths(tmp_path_factory: pytest.TempPathFactory) -> TinyPaths:
     """The tiny checkpoint, the tiny PickScore and the toy data set of seed 0. Read only."""
