@@ -39,9 +39,6 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "background": tuple(COLOURS),
 }
 IMAGE_SIZE = 64
-# Half the width of a shape, and how far it goes, as shares of the picture's side.
-RADIUS = (0.14, 0.2)
-TRAVEL = 0.4
 
 
 @dataclass(frozen=True)
@@ -70,30 +67,50 @@ def caption_words() -> list[str]:
 
 
 @dataclass(frozen=True)
+class Filming:
+    """How scenes are filmed; lengths are shares of the picture's side.
+
+    Attributes:
+        radius: smallest and largest half width of a shape.
+        behind: how far behind the middle it starts.
+        travel: how far it goes.
+    """
+
+    radius: tuple[float, float] = (0.14, 0.2)
+    behind: float = 0.2
+    travel: float = 0.4
+
+
+@dataclass(frozen=True)
 class Motion:
-    """One way in which a scene can be filmed: where its shape starts, and half its width, in pixels."""
+    """One film of a scene: where its shape starts, half its width, and how far it goes, in pixels."""
 
     scene: Scene
     start: tuple[float, float]
     radius: float
+    travel: float
 
     def frame(self, progress: float) -> Image.Image:
         """The picture when the shape has gone this share (0 to 1) of its way."""
-        distance = progress * TRAVEL * IMAGE_SIZE
+        distance = progress * self.travel
         x, y = (at + step * distance for at, step in zip(self.start, DIRECTIONS[self.scene.direction], strict=True))
         return draw_frame(self.scene, centre=(x, y), radius=self.radius)
 
-    def clip(self, num_frames: int) -> NDArray[np.uint8]:
-        """The whole way at an even pace, uint8 [T, H, W, 3] for T >= 2 frames."""
-        return np.stack([np.asarray(self.frame(index / (num_frames - 1))) for index in range(num_frames)])
+    def clip(self, num_frames: int, *, dimming: float = 0.0) -> NDArray[np.uint8]:
+        """The whole way at an even pace, uint8 [T, H, W, 3] for T >= 2 frames, while ``dimming`` of the light goes (0 to 1)."""
+        frames = []
+        for index in range(num_frames):
+            progress = index / (num_frames - 1)
+            frames.append(np.asarray(self.frame(progress)) * (1 - dimming * progress))
+        return np.stack(frames).round().astype(np.uint8)
 
 
-def draw_motion(scene: Scene, rng: random.Random, *, radius: tuple[float, float] = RADIUS) -> Motion:
-    """A size between the two of ``radius`` (shares of the picture's side), and a start off the middle, so that there is room
-    to move."""
-    size = rng.uniform(*radius) * IMAGE_SIZE
-    x, y = (0.5 - 0.2 * step + rng.uniform(-0.05, 0.05) for step in DIRECTIONS[scene.direction])
-    return Motion(scene, (x * IMAGE_SIZE, y * IMAGE_SIZE), size)
+def draw_motion(scene: Scene, rng: random.Random, filming: Filming) -> Motion:
+    """A film of ``scene``, its size and its start somewhat different each time."""
+    size = rng.uniform(*filming.radius) * IMAGE_SIZE
+    steps = DIRECTIONS[scene.direction]
+    x, y = (0.5 - filming.behind * step + rng.uniform(-0.05, 0.05) for step in steps)
+    return Motion(scene, (x * IMAGE_SIZE, y * IMAGE_SIZE), size, filming.travel * IMAGE_SIZE)
 
 
 def write_dataset(
@@ -103,13 +120,13 @@ def write_dataset(
     train_records: int,
     eval_records: int,
     with_images: bool = True,
-    radius: tuple[float, float] = RADIUS,
+    filming: Filming = Filming(),
 ) -> None:
     """Write ``train.jsonl``, ``validation.jsonl`` and ``images/`` into ``folder``.
 
     Args:
         with_images: whether the records name their first frames; else they are for text-to-video.
-        radius: smallest and largest half width of a shape, as a share of the picture's side.
+        filming: how the first frames are taken.
 
     Raises:
         InputError: a size is below 1, or there are not enough different scenes.
@@ -119,7 +136,7 @@ def write_dataset(
     train, validation = split_scenes(rng, train_records=train_records, eval_records=eval_records)
     (folder / "images").mkdir(parents=True)
     for split, scenes in (("validation", validation), ("train", train)):
-        lines = list(_records(folder, split, scenes, rng=rng, with_images=with_images, radius=radius))
+        lines = list(_records(folder, split, scenes, rng=rng, with_images=with_images, filming=filming))
         write_lines(folder / f"{split}.jsonl", lines)
 
 
@@ -171,11 +188,11 @@ def _records(
     *,
     rng: random.Random,
     with_images: bool,
-    radius: tuple[float, float],
+    filming: Filming,
 ) -> Iterator[dict[str, object]]:
     for index, scene in enumerate(scenes):
         path = f"images/{split}_{index:04d}.png"
-        draw_motion(scene, rng, radius=radius).frame(0.0).save(folder / path)
+        draw_motion(scene, rng, filming).frame(0.0).save(folder / path)
         metadata = {
             **({"image_path": path} if with_images else {}),
             "colour": scene.colour,

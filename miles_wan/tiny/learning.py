@@ -52,7 +52,8 @@ class FastOptimizer:
         self._muon = torch.optim.Muon(self._matrices, lr=matrix_lr, momentum=0.9, weight_decay=0.0)
         self._adam = torch.optim.Adam(self._others, lr=lr, betas=(0.9, 0.99))
         self._schedules = [
-            torch.optim.lr_scheduler.LambdaLR(each, lambda done: _share(done, steps)) for each in (self._muon, self._adam)
+            torch.optim.lr_scheduler.LambdaLR(each, lambda done: _share(done, steps))
+            for each in (self._muon, self._adam)
         ]
 
     def step(self, loss: Tensor) -> float:

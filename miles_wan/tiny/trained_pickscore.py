@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from transformers import CLIPModel, CLIPTokenizer
 
-from miles_wan.tiny.clips import RADIUS
+from miles_wan.tiny.clips import FILMING
 from miles_wan.tiny.dataset import ATTRIBUTES, COLOURS, Scene, draw_motion
 from miles_wan.tiny.learning import FastOptimizer, reproducible
 from miles_wan.tiny.pickscore import PICKSCORE_SCALE, make_image_processor, make_model
 
-STEPS = 500
 BATCH_SIZE = 128
 # While it learns; the released temperature of 100 would leave no gradient once a pair is told apart by a cosine of 0.05.
 LEARNING_SCALE = 10.0
@@ -31,7 +30,7 @@ BLUR = 2.0
 
 
 def train_pickscore(
-    scenes: Sequence[Scene], tokenizer: CLIPTokenizer, *, seed: int, steps: int = STEPS
+    scenes: Sequence[Scene], tokenizer: CLIPTokenizer, *, seed: int, steps: int
 ) -> tuple[CLIPModel, list[float]]:
     """Train a CLIP of width 64 on late frames of ``scenes`` and their captions, as CLIP is trained: in a batch, each frame has to
     find its caption and each caption its frame.
@@ -96,7 +95,7 @@ def choice_accuracy(
 def last_frames(scenes: Sequence[Scene], *, seed: int) -> list[Image.Image]:
     """The last frame of one clip of each scene."""
     rng = random.Random(seed)
-    return [draw_motion(scene, rng, radius=RADIUS).frame(1.0) for scene in scenes]
+    return [draw_motion(scene, rng, FILMING).frame(1.0) for scene in scenes]
 
 
 def _alike(scenes: Sequence[Scene], rng: random.Random) -> list[Scene]:
@@ -106,5 +105,5 @@ def _alike(scenes: Sequence[Scene], rng: random.Random) -> list[Scene]:
 
 
 def _late_frame(scene: Scene, rng: random.Random, *, blur: float) -> Image.Image:
-    frame = draw_motion(scene, rng, radius=RADIUS).frame(rng.uniform(*LATE))
+    frame = draw_motion(scene, rng, FILMING).frame(rng.uniform(*LATE))
     return frame.filter(ImageFilter.GaussianBlur(blur))

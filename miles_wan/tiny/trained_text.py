@@ -19,7 +19,6 @@ from miles_wan.tiny.checkpoint import TEXT_WIDTH, make_text_encoder
 from miles_wan.tiny.dataset import ATTRIBUTES, Scene
 from miles_wan.tiny.learning import FastOptimizer, reproducible
 
-STEPS = 400
 BATCH_SIZE = 64
 
 
@@ -38,7 +37,7 @@ class CaptionReader(nn.Module):
 
 
 def train_text_encoder(
-    scenes: Sequence[Scene], tokenizer: PreTrainedTokenizerBase, *, seed: int, steps: int = STEPS
+    scenes: Sequence[Scene], tokenizer: PreTrainedTokenizerBase, *, seed: int, steps: int
 ) -> tuple[CaptionReader, list[float]]:
     """Train encoder and linear layers on the captions of ``scenes``; return them and the loss of each step.
 

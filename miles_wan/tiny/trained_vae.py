@@ -13,11 +13,10 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch import Tensor, nn
 
 from miles_wan.tiny.checkpoint import make_vae
-from miles_wan.tiny.clips import NUM_FRAMES, RADIUS
+from miles_wan.tiny.clips import DIMMING, FILMING, NUM_FRAMES
 from miles_wan.tiny.dataset import Scene, draw_motion
 from miles_wan.tiny.learning import FastOptimizer, reproducible
 
-STEPS = 600
 THREADS = 2
 # (clips, frames) of successive steps. A chunk of the causal VAE is the first frame, the first four after it, or later ones;
 # each kind passes through the caches in its own way and has to be seen.
@@ -28,7 +27,7 @@ LATENT_NOISE = 0.05
 MEASURED_CLIPS = 128
 
 
-def train_vae(scenes: Sequence[Scene], *, seed: int, steps: int = STEPS) -> tuple[AutoencoderKLWan, list[float]]:
+def train_vae(scenes: Sequence[Scene], *, seed: int, steps: int) -> tuple[AutoencoderKLWan, list[float]]:
     """Train the VAE of a TI2V checkpoint on clips of ``scenes``.
 
     Args:
@@ -72,7 +71,7 @@ def _windows(scenes: Sequence[Scene], rng: random.Random, *, count: int, num_fra
     """Successive frames of clips of scenes drawn from ``scenes``: [B, 3, T, H, W] in [-1, 1]."""
     clips = []
     for _ in range(count):
-        clip = draw_motion(rng.choice(scenes), rng, radius=RADIUS).clip(NUM_FRAMES)
+        clip = draw_motion(rng.choice(scenes), rng, FILMING).clip(NUM_FRAMES, dimming=rng.uniform(0.0, DIMMING[1]))
         first = rng.randint(0, NUM_FRAMES - num_frames)
         clips.append(torch.from_numpy(clip[first : first + num_frames]))
     return torch.stack(clips).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
