@@ -52,6 +52,8 @@ class Arguments:
     """Folder of the runs and the report."""
     family: str = "wan2.2-ti2v-5b"
     """The released model that the tiny checkpoint is one of."""
+    trained: bool = False
+    """Start from the toy world, whose parts have learnt the shapes, instead of random weights."""
     recipes: tuple[str, ...] = ("tiny_ti2v",)
     """Recipes, each as the launcher takes it."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -81,7 +83,7 @@ class Run:
 def main() -> int:
     """Run what is missing and write the report. Exit code 1 if a run failed."""
     arguments = tyro.cli(Arguments)
-    tiny = make_tiny(arguments.out / "tiny", family=arguments.family)
+    tiny = make_tiny(arguments.out / "tiny", family=arguments.family, trained=arguments.trained)
 
     missing = [run for run in all_runs(arguments) if not (run.folder(arguments.out) / "summary.json").is_file()]
     if arguments.in_process:

@@ -40,20 +40,24 @@ def train(config: Path) -> None:
         run(settings)
 
 
-def tiny(out: Path, seed: int = 0, family: str = "wan2.2-ti2v-5b") -> None:
+def tiny(out: Path, seed: int = 0, family: str = "wan2.2-ti2v-5b", trained: bool = False) -> None:
     """Make a tiny Wan2.2 checkpoint, a tiny PickScore, a tiny CLIP and a toy data set.
 
     Args:
         out: folder to make them in.
         seed: what the random weights and the data follow from.
         family: a tiny one of which model: wan2.2-ti2v-5b, wan2.2-t2v-a14b or wan2.2-i2v-a14b.
+        trained: let them learn the moving shapes first: the toy world of docs/toy-world.md, in minutes.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries, before they are imported
     from miles_wan.tiny import make_tiny
 
-    paths = make_tiny(out, seed=seed, family=family)
+    if trained:
+        configure_logging("tiny")
+    paths = make_tiny(out, seed=seed, family=family, trained=trained)
     for name, path in asdict(paths).items():
-        console().print(f"{name:12} {path}")
+        if path is not None:
+            console().print(f"{name:12} {path}")
 
 
 def inspect(

@@ -1,5 +1,5 @@
-"""The tiny assets together. In: a folder, a seed, sizes. Out: checkpoint, reward models and data set under it, with a
-manifest; the folder appears at once and complete, or not at all. It knows no training.
+"""The tiny assets together. In: a folder, a seed, sizes, whether the models have learnt anything. Out: checkpoint, reward models
+and data set under it, with a manifest; the folder appears at once and complete, or not at all.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from miles_wan.errors import InputError
+from miles_wan.tiny import clips, world
 from miles_wan.tiny.checkpoint import DEFAULT_FAMILY, write_checkpoint
 from miles_wan.tiny.clip import write_clip
-from miles_wan.tiny.dataset import caption_words, check_sizes, write_dataset
+from miles_wan.tiny.dataset import Filming, caption_words, check_sizes, write_dataset
 from miles_wan.tiny.pickscore import write_pickscore
 from miles_wan.wan.facts import family_named
 
@@ -24,22 +25,31 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "tiny.json"
 # Raised when the same seed no longer gives the same files.
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
 class TinyPaths:
-    """Where things lie: the video model, the models of the rewards pickscore and clip, and two data files."""
+    """Where things lie: the video model, the models of the rewards pickscore and clip, two data files of prompts, and, of a
+    trained world, two data files of clips."""
 
     model: Path
     reward: Path
     clip: Path
     train_jsonl: Path
     eval_jsonl: Path
+    train_clips: Path | None = None
+    eval_clips: Path | None = None
 
 
 def make_tiny(
-    out: Path, *, seed: int = 0, train_records: int = 64, eval_records: int = 64, family: str = DEFAULT_FAMILY
+    out: Path,
+    *,
+    seed: int = 0,
+    train_records: int = 64,
+    eval_records: int = 64,
+    family: str = DEFAULT_FAMILY,
+    trained: bool = False,
 ) -> TinyPaths:
     """Write a tiny Wan2.2 checkpoint, a tiny PickScore, a tiny CLIP and a toy data set into ``out``.
 
@@ -51,35 +61,45 @@ def make_tiny(
         train_records: number of training records.
         eval_records: number of validation records; none of them is a training record.
         family: the released model that the checkpoint is a tiny one of.
+        trained: let video model and PickScore learn the moving shapes first (minutes instead of seconds); the records of
+            validation stay unseen.
 
     Returns:
         The paths, below ``out``.
 
     Raises:
-        InputError: ``out`` holds anything else or cannot be written, a size is impossible, or the family unknown.
+        InputError: ``out`` holds anything else or cannot be written, a size is impossible, the family is unknown or has no
+            trained world.
+        MilesWanError: the supervised run of a trained world failed.
     """
     out = Path(out)
     check_sizes(train_records=train_records, eval_records=eval_records)
     engine_model_id = family_named(family).engine_model_id
-    wanted: dict[str, Any] = {"format": FORMAT, "seed": seed, "family": family}
+    if trained and family != world.FAMILY:
+        raise InputError(
+            [f"--trained: the toy world is made for {world.FAMILY} only, not for {family}; leave one out."]
+        )
+    wanted: dict[str, Any] = {"format": FORMAT, "seed": seed, "family": family, "trained": trained}
     wanted |= {"train_records": train_records, "eval_records": eval_records}
     if _is_done(out, wanted):
         logger.info("%s is complete and is kept", out)
-        return _paths(out, engine_model_id)
+        return _paths(out, engine_model_id, trained=trained)
     try:
         _write(out, wanted)
     except OSError as error:
         raise InputError([f"cannot write {out}: {error}; choose a folder that can be written with --out."]) from error
-    return _paths(out, engine_model_id)
+    return _paths(out, engine_model_id, trained=trained)
 
 
-def _paths(out: Path, engine_model_id: str) -> TinyPaths:
+def _paths(out: Path, engine_model_id: str, *, trained: bool) -> TinyPaths:
     return TinyPaths(
         model=out / engine_model_id.replace("-Diffusers", "-tiny"),
         reward=out / "PickScore-tiny",
         clip=out / "CLIP-tiny",
         train_jsonl=out / "data" / "train.jsonl",
         eval_jsonl=out / "data" / "validation.jsonl",
+        train_clips=out / "clips" / "train.jsonl" if trained else None,
+        eval_clips=out / "clips" / "validation.jsonl" if trained else None,
     )
 
 
@@ -99,16 +119,23 @@ def _write(out: Path, wanted: dict[str, Any]) -> None:
 
 
 def _write_parts(folder: Path, wanted: dict[str, Any]) -> None:
-    family = str(wanted["family"])
-    paths = _paths(folder, family_named(family).engine_model_id)
-    words = caption_words()
-    seed = wanted["seed"]
-    write_checkpoint(paths.model, words, seed=seed, family=family)
-    write_pickscore(paths.reward, words, seed=seed)
-    write_clip(paths.clip, seed=seed)
+    family, seed, trained = str(wanted["family"]), wanted["seed"], bool(wanted["trained"])
     sizes = {name: wanted[name] for name in ("train_records", "eval_records")}
-    with_images = family_named(family).image_conditioning != "none"
-    write_dataset(paths.train_jsonl.parent, seed=seed, with_images=with_images, **sizes)
+    paths = _paths(folder, family_named(family).engine_model_id, trained=trained)
+    words = caption_words()
+    write_dataset(
+        paths.train_jsonl.parent,
+        seed=seed,
+        with_images=family_named(family).image_conditioning != "none",
+        filming=clips.FILMING if trained else Filming(),
+        **sizes,
+    )
+    write_clip(paths.clip, seed=seed)
+    if trained:
+        world.write_world(paths.model, paths.reward, folder / "clips", seed=seed, **sizes)
+    else:
+        write_checkpoint(paths.model, words, seed=seed, family=family)
+        write_pickscore(paths.reward, words, seed=seed)
     manifest = {"made_by": "miles-wan tiny", **wanted, "sha256": _digests(folder)}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 

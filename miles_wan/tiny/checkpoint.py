@@ -48,36 +48,51 @@ def write_checkpoint(folder: Path, words: Sequence[str], *, seed: int, family: s
         experts = [make_transformer(facts) for _ in facts.experts]
         vae = make_vae() if facts.spatial_stride == 16 else make_small_stride_vae()
         text_encoder = make_text_encoder()
+    save_checkpoint(folder, facts, tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, experts=experts)
+
+
+def save_checkpoint(
+    folder: Path,
+    family: WanFamily,
+    *,
+    tokenizer: T5Tokenizer,
+    text_encoder: UMT5EncoderModel,
+    vae: AutoencoderKLWan,
+    experts: Sequence[WanTransformer3DModel],
+) -> None:
+    """Write the parts, a scheduler and model_index.json into ``folder``; ``experts`` as many as the family has."""
     parts = {
         "tokenizer": tokenizer,
         "text_encoder": text_encoder,
         "vae": vae,
-        "scheduler": make_scheduler(facts.flow_shift),
+        "scheduler": make_scheduler(family.flow_shift),
         "transformer": experts[0],
         "transformer_2": experts[1] if len(experts) > 1 else None,
-        "boundary_ratio": facts.boundary_ratio,
-        "expand_timesteps": facts.expand_timesteps,
+        "boundary_ratio": family.boundary_ratio,
+        "expand_timesteps": family.expand_timesteps,
     }
-    if facts.needs_image:
+    if family.needs_image:
         pipeline = WanImageToVideoPipeline(**parts, image_encoder=None, image_processor=None)
     else:
         pipeline = WanPipeline(**parts)
     pipeline.save_pretrained(folder)
 
 
-def make_transformer(family: WanFamily | None = None) -> WanTransformer3DModel:
-    """Two blocks of width 48 (2 heads of 24), drawn from the global random state; by default of a TI2V model."""
+def make_transformer(
+    family: WanFamily | None = None, *, heads: int = 2, ffn_width: int = 64, layers: int = 2
+) -> WanTransformer3DModel:
+    """Blocks of heads of 24, drawn from the global random state; by default two blocks of width 48, of a TI2V model."""
     family = family_named(DEFAULT_FAMILY) if family is None else family
     return WanTransformer3DModel(
         patch_size=family.patch_size,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         attention_head_dim=24,
         in_channels=family.in_channels,
         out_channels=family.latent_channels,
         text_dim=TEXT_WIDTH,
         freq_dim=64,
-        ffn_dim=64,
-        num_layers=2,
+        ffn_dim=ffn_width,
+        num_layers=layers,
         cross_attn_norm=True,
         qk_norm="rms_norm_across_heads",
         rope_max_seq_len=1024,

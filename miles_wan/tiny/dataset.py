@@ -1,5 +1,5 @@
-"""A toy data set of moving coloured shapes. In: a folder, a seed, two sizes. Out: first frames (PNG), captions, and
-train and validation JSON lines in the project's data format. It knows no model.
+"""A toy data set of moving coloured shapes. In: a folder, a seed, two sizes. Out: first frames (PNG), captions, train and
+validation JSON lines in the project's data format, and how each scene goes on. It knows no model.
 
 A scene is (colour, shape, direction, background); no scene is used twice, so validation is unseen in prompt and image.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from miles_wan.errors import InputError
@@ -30,6 +32,12 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle")
 # Unit steps in image coordinates (x to the right, y down).
 DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}
+ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+    "colour": tuple(COLOURS),
+    "shape": SHAPES,
+    "direction": tuple(DIRECTIONS),
+    "background": tuple(COLOURS),
+}
 IMAGE_SIZE = 64
 
 
@@ -58,21 +66,89 @@ def caption_words() -> list[str]:
     return sorted({word for scene in all_scenes() for word in scene.caption.split()})
 
 
-def write_dataset(folder: Path, *, seed: int, train_records: int, eval_records: int, with_images: bool = True) -> None:
+@dataclass(frozen=True)
+class Filming:
+    """How scenes are filmed; lengths are shares of the picture's side.
+
+    Attributes:
+        radius: smallest and largest half width of a shape.
+        behind: how far behind the middle it starts.
+        travel: how far it goes.
+    """
+
+    radius: tuple[float, float] = (0.14, 0.2)
+    behind: float = 0.2
+    travel: float = 0.4
+
+
+@dataclass(frozen=True)
+class Motion:
+    """One film of a scene: where its shape starts, half its width, and how far it goes, in pixels."""
+
+    scene: Scene
+    start: tuple[float, float]
+    radius: float
+    travel: float
+
+    def frame(self, progress: float) -> Image.Image:
+        """The picture when the shape has gone this share (0 to 1) of its way."""
+        distance = progress * self.travel
+        x, y = (at + step * distance for at, step in zip(self.start, DIRECTIONS[self.scene.direction], strict=True))
+        return draw_frame(self.scene, centre=(x, y), radius=self.radius)
+
+    def clip(self, num_frames: int, *, dimming: float = 0.0) -> NDArray[np.uint8]:
+        """The whole way at an even pace, uint8 [T, H, W, 3] for T >= 2 frames, while ``dimming`` of the light goes (0 to 1)."""
+        frames = []
+        for index in range(num_frames):
+            progress = index / (num_frames - 1)
+            frames.append(np.asarray(self.frame(progress)) * (1 - dimming * progress))
+        return np.stack(frames).round().astype(np.uint8)
+
+
+def draw_motion(scene: Scene, rng: random.Random, filming: Filming) -> Motion:
+    """A film of ``scene``, its size and its start somewhat different each time."""
+    size = rng.uniform(*filming.radius) * IMAGE_SIZE
+    steps = DIRECTIONS[scene.direction]
+    x, y = (0.5 - filming.behind * step + rng.uniform(-0.05, 0.05) for step in steps)
+    return Motion(scene, (x * IMAGE_SIZE, y * IMAGE_SIZE), size, filming.travel * IMAGE_SIZE)
+
+
+def write_dataset(
+    folder: Path,
+    *,
+    seed: int,
+    train_records: int,
+    eval_records: int,
+    with_images: bool = True,
+    filming: Filming = Filming(),
+) -> None:
     """Write ``train.jsonl``, ``validation.jsonl`` and ``images/`` into ``folder``.
 
     Args:
         with_images: whether the records name their first frames; else they are for text-to-video.
+        filming: how the first frames are taken.
 
     Raises:
         InputError: a size is below 1, or there are not enough different scenes.
     """
     check_sizes(train_records=train_records, eval_records=eval_records)
     rng = random.Random(seed)
-    scenes = rng.sample(all_scenes(), train_records + eval_records)
+    train, validation = split_scenes(rng, train_records=train_records, eval_records=eval_records)
     (folder / "images").mkdir(parents=True)
-    _write_split(folder, "validation", scenes[:eval_records], rng=rng, with_images=with_images)
-    _write_split(folder, "train", scenes[eval_records:], rng=rng, with_images=with_images)
+    for split, scenes in (("validation", validation), ("train", train)):
+        lines = list(_records(folder, split, scenes, rng=rng, with_images=with_images, filming=filming))
+        write_lines(folder / f"{split}.jsonl", lines)
+
+
+def split_scenes(rng: random.Random, *, train_records: int, eval_records: int) -> tuple[list[Scene], list[Scene]]:
+    """The scenes of training and those of validation; none is in both."""
+    scenes = rng.sample(all_scenes(), train_records + eval_records)
+    return scenes[eval_records:], scenes[:eval_records]
+
+
+def write_lines(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
+    """Write JSON lines."""
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
 
 def check_sizes(*, train_records: int, eval_records: int) -> None:
@@ -89,8 +165,8 @@ def check_sizes(*, train_records: int, eval_records: int) -> None:
         raise InputError(faults)
 
 
-def draw_first_frame(scene: Scene, *, centre: tuple[float, float], radius: float) -> Image.Image:
-    """The first frame, IMAGE_SIZE squared RGB; ``centre`` and ``radius`` in pixels."""
+def draw_frame(scene: Scene, *, centre: tuple[float, float], radius: float) -> Image.Image:
+    """A frame, IMAGE_SIZE squared RGB; ``centre`` and ``radius`` in pixels."""
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), COLOURS[scene.background])
     draw = ImageDraw.Draw(image)
     x, y = centre
@@ -105,18 +181,18 @@ def draw_first_frame(scene: Scene, *, centre: tuple[float, float], radius: float
     return image
 
 
-def _write_split(folder: Path, split: str, scenes: Sequence[Scene], *, rng: random.Random, with_images: bool) -> None:
-    lines = list(_records(folder, split, scenes, rng=rng, with_images=with_images))
-    (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-
-
 def _records(
-    folder: Path, split: str, scenes: Sequence[Scene], *, rng: random.Random, with_images: bool
+    folder: Path,
+    split: str,
+    scenes: Sequence[Scene],
+    *,
+    rng: random.Random,
+    with_images: bool,
+    filming: Filming,
 ) -> Iterator[dict[str, object]]:
     for index, scene in enumerate(scenes):
-        radius = rng.uniform(0.14, 0.2) * IMAGE_SIZE
         path = f"images/{split}_{index:04d}.png"
-        draw_first_frame(scene, centre=_start(scene, rng=rng), radius=radius).save(folder / path)
+        draw_motion(scene, rng, filming).frame(0.0).save(folder / path)
         metadata = {
             **({"image_path": path} if with_images else {}),
             "colour": scene.colour,
@@ -125,10 +201,3 @@ def _records(
             "background": scene.background,
         }
         yield {"input": scene.caption, "metadata": metadata}
-
-
-def _start(scene: Scene, *, rng: random.Random) -> tuple[float, float]:
-    """Where the shape starts: off the middle, so that there is room to move."""
-    step_x, step_y = DIRECTIONS[scene.direction]
-    x, y = (0.5 - 0.2 * step + rng.uniform(-0.05, 0.05) for step in (step_x, step_y))
-    return x * IMAGE_SIZE, y * IMAGE_SIZE

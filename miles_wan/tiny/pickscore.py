@@ -18,6 +18,8 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 IMAGE_SIZE = 32
 PATCH_SIZE = 8
 MAX_TOKENS = 77
+# PickScore's own temperature: scores are 100 cos.
+PICKSCORE_SCALE = 100.0
 START, END = "<|startoftext|>", "<|endoftext|>"
 WORD_END = "</w>"
 
@@ -35,14 +37,23 @@ def write_pickscore(folder: Path, words: Sequence[str], *, seed: int) -> None:
         torch.manual_seed(seed)
         model = make_model(tokenizer)
     model.save_pretrained(folder)
+    save_processor(folder, tokenizer)
+
+
+def save_processor(folder: Path, tokenizer: CLIPTokenizer) -> None:
+    """Write tokenizer and image processor into ``folder``."""
+    CLIPProcessor(image_processor=make_image_processor(), tokenizer=tokenizer).save_pretrained(folder)
+
+
+def make_image_processor() -> CLIPImageProcessor:
+    """CLIP's own, to IMAGE_SIZE squared."""
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    image_processor = CLIPImageProcessor(size={"shortest_edge": IMAGE_SIZE}, crop_size=size)
-    CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer).save_pretrained(folder)
+    return CLIPImageProcessor(size={"shortest_edge": IMAGE_SIZE}, crop_size=size)
 
 
-def make_model(tokenizer: CLIPTokenizer) -> CLIPModel:
-    """A CLIP of two layers and width 32 in each tower, drawn from the global random state."""
-    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+def make_model(tokenizer: CLIPTokenizer, *, width: int = 32, patch_size: int = PATCH_SIZE) -> CLIPModel:
+    """A CLIP of two layers in each tower, drawn from the global random state."""
+    tower = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = CLIPConfig(
         text_config={
             **tower,
@@ -52,10 +63,9 @@ def make_model(tokenizer: CLIPTokenizer) -> CLIPModel:
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
         },
-        vision_config={**tower, "image_size": IMAGE_SIZE, "patch_size": PATCH_SIZE},
+        vision_config={**tower, "image_size": IMAGE_SIZE, "patch_size": patch_size},
         projection_dim=32,
-        # PickScore's own temperature: scores are 100 cos.
-        logit_scale_init_value=math.log(100.0),
+        logit_scale_init_value=math.log(PICKSCORE_SCALE),
     )
     return CLIPModel(config)
 
