@@ -12,7 +12,7 @@ import numpy as np
 from clip_files import write_clip
 from PIL import Image
 
-from miles_wan.tiny.dataset import DIRECTIONS, IMAGE_SIZE, Scene, all_scenes, draw_first_frame
+from miles_wan.tiny.dataset import DIRECTIONS, IMAGE_SIZE, Scene, all_scenes, draw_frame
 
 
 def scene_frames(scene: Scene, *, frames: int, rng: random.Random) -> np.ndarray:
@@ -24,7 +24,7 @@ def scene_frames(scene: Scene, *, frames: int, rng: random.Random) -> np.ndarray
     for number in range(frames):
         done = way * number / max(1, frames - 1)
         centre = (start[0] + dx * done, start[1] + dy * done)
-        pictures.append(draw_first_frame(scene, centre=centre, radius=radius))
+        pictures.append(draw_frame(scene, centre=centre, radius=radius))
     return np.stack([np.asarray(picture) for picture in pictures])
 
 
