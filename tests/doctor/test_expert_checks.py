@@ -51,7 +51,7 @@ def test_a_second_guidance_scale_is_needed_and_has_no_default(t2v: dict[str, Any
 
 def test_one_expert_takes_one_guidance_scale(tree: dict[str, Any]) -> None:
     tree["rollout"]["guidance_scale_2"] = 3.0
-    assert only_fault(tree).endswith(" and 3: give one for each (wan2.2-ti2v-5b was released with 5)")
+    assert only_fault(tree).endswith(" and 3.0: give one for each (wan2.2-ti2v-5b was released with 5)")
 
 
 def test_guidance_is_on_for_both_or_for_neither(t2v: dict[str, Any]) -> None:
