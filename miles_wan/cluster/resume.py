@@ -117,27 +117,7 @@ def resume_faults(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, finished: int) -> list[str]:
-    before, after = _flat(saved["config"]), _flat(now["config"])
-    faults = [
-        f"--resume: {key} is {after.get(key)!r}, the run was started with {before.get(key)!r}; set it back, or start anew "
-        "with another --output-dir"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not _is_free(key)
-    ]
-    rollouts = after["num_rollouts"]
-    if rollouts < finished:
-        faults.append(f"--resume: num_rollouts is {rollouts}, and {finished} rollouts are finished; raise it")
-    schedule = after["training.optimizer.schedule"]
-    if schedule != "constant" and rollouts != before["num_rollouts"]:
-        faults.append(
-            f"--resume: num_rollouts is {rollouts}, the run was started with {before['num_rollouts']}: the learning rate "
-            f"follows a {schedule} schedule over all of them; set it back"
-        )
-    if after["training.dp_size"] > before["training.dp_size"]:
-        faults.append(
-            f"--resume: training.dp_size is {after['training.dp_size']}, the checkpoint has the random state of "
-            f"{before['training.dp_size']} ranks; give at most that many"
-        )
+    faults = config_faults(saved["config"], now["config"], free=FREE, length="num_rollouts", finished=finished)
     if saved["weights"] != now["weights"]:
         faults.append(
             f"--resume: the transformer's weights in model.path = {now['config']['model']['path']} are not those the run was "
@@ -145,7 +125,7 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, finished: 
         )
     if saved["train"] != now["train"]:
         faults.append("--resume: the records of data.train are not those the run was started with; give the same file")
-    was_on, is_on = before["eval.interval"] > 0, after["eval.interval"] > 0
+    was_on, is_on = (one["config"]["eval"]["interval"] > 0 for one in (saved, now))
     if is_on and not was_on:
         faults.append(
             "--resume: eval.interval was 0: there is no validation before training to compare with; leave it at 0"
@@ -154,6 +134,40 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, finished: 
         faults.append(
             "--resume: the validated records (data.eval, eval.max_records) are not those the run was started with: before "
             "and after could not be compared; give the same ones"
+        )
+    return faults
+
+
+def config_faults(
+    saved: Mapping[str, Any], now: Mapping[str, Any], *, free: Sequence[str], length: str, finished: int
+) -> list[str]:
+    """What keeps a run with the configuration ``now`` from continuing that of ``saved``, both as JSON.
+
+    Args:
+        free: fields and sections that may change.
+        length: the field with the length of the run, ``...num_UNIT``.
+        finished: units of the checkpoint.
+    """
+    before, after = _flat(saved), _flat(now)
+    faults = [
+        f"--resume: {key} is {after.get(key)!r}, the run was started with {before.get(key)!r}; set it back, or start anew "
+        "with another --output-dir"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not any(f"{key}.".startswith(f"{rule}.") for rule in free)
+    ]
+    units, unit = after[length], length.rpartition("num_")[2]
+    if units < finished:
+        faults.append(f"--resume: {length} is {units}, and {finished} {unit} are finished; raise it")
+    schedule = after["training.optimizer.schedule"]
+    if schedule != "constant" and units != before[length]:
+        faults.append(
+            f"--resume: {length} is {units}, the run was started with {before[length]}: the learning rate follows a "
+            f"{schedule} schedule over all of them; set it back"
+        )
+    if after["training.dp_size"] > before["training.dp_size"]:
+        faults.append(
+            f"--resume: training.dp_size is {after['training.dp_size']}, the checkpoint has the random state of "
+            f"{before['training.dp_size']} ranks; give at most that many"
         )
     return faults
 
@@ -173,7 +187,3 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(tree, list) and any(isinstance(value, Mapping) for value in tree):
         return {name: leaf for key, value in enumerate(tree) for name, leaf in _flat(value, f"{prefix}{key}.").items()}
     return {prefix.removesuffix("."): tree}
-
-
-def _is_free(key: str) -> bool:
-    return any(key == rule or key.startswith(f"{rule}.") for rule in FREE)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_wan.cluster.checkpoints import CheckpointStore
-from miles_wan.cluster.resume import fingerprint
+from miles_wan.cluster.resume import config_faults, fingerprint
 from miles_wan.errors import CheckpointError
 from miles_wan.supervised.config import SftConfig
 from miles_wan.supervised.encode import EncodedClip
@@ -104,30 +104,12 @@ def resume_faults(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     """
     try:
         saved, finished = state["settings"], Progress(**state["progress"]).finished
-        before, after = _flat(saved["config"]), _flat(now["config"])
-        faults = [
-            f"--resume: {key} is {after.get(key)!r}, the run was started with {before.get(key)!r}; set it back, or start anew with "
-            "another --output-dir"
-            for key in sorted(before.keys() | after.keys())
-            if before.get(key) != after.get(key) and not _is_free(key)
-        ]
-        steps, schedule = after["training.num_steps"], after["training.optimizer.schedule"]
-        if steps < finished:
-            faults.append(f"--resume: training.num_steps is {steps}, and {finished} steps are finished; raise it")
-        if schedule != "constant" and steps != before["training.num_steps"]:
-            faults.append(
-                f"--resume: training.num_steps is {steps}, the run was started with {before['training.num_steps']}: the learning "
-                f"rate follows a {schedule} schedule over all of them; set it back"
-            )
-        if after["training.dp_size"] > before["training.dp_size"]:
-            faults.append(
-                f"--resume: training.dp_size is {after['training.dp_size']}, the checkpoint has the random state of "
-                f"{before['training.dp_size']} ranks; give at most that many"
-            )
+        before, after = saved["config"], now["config"]
+        faults = config_faults(before, after, free=FREE, length="training.num_steps", finished=finished)
         for key, what in (("weights", "the transformers' weights"), ("train", "the training clips that can be used")):
             if key in now and saved[key] != now[key]:
                 faults.append(f"--resume: {what} are not those the run was started with; give the same ones")
-        validates = after["eval.interval"] and before["eval.interval"]
+        validates = after["eval"]["interval"] and before["eval"]["interval"]
         if validates and "eval" in now and saved["eval"] != now["eval"]:
             faults.append("--resume: the validation clips are not those the run was started with; give the same ones")
         return faults
@@ -140,14 +122,3 @@ def resume_faults(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 def _digest(clips: Sequence[EncodedClip]) -> str:
     return hashlib.sha256(json.dumps([[clip.clip_key, clip.text_key] for clip in clips]).encode()).hexdigest()
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted names of all leaves."""
-    if isinstance(tree, Mapping):
-        return {name: leaf for key, value in tree.items() for name, leaf in _flat(value, f"{prefix}{key}.").items()}
-    return {prefix.removesuffix("."): tree}
-
-
-def _is_free(key: str) -> bool:
-    return any(key == rule or key.startswith(f"{rule}.") for rule in FREE)
