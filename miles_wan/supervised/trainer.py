@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from miles_wan.algorithms import flow_matching_losses, noised, timestep_weights
-from miles_wan.errors import MilesWanError
 from miles_wan.faults import reach
 from miles_wan.supervised.config import SftConfig
 from miles_wan.supervised.draws import Draw, MicroBatch, micro_batches
@@ -26,8 +25,8 @@ from miles_wan.supervised.encode import ClipLibrary, ClipTensors, EncodedClip
 from miles_wan.timesteps import NUM_TRAIN_TIMESTEPS
 from miles_wan.training.checkpoint import TrainingState
 from miles_wan.training.mesh import MeshMemory, estimate
-from miles_wan.training.optimizer import build_optimizer
-from miles_wan.training.sharding import full_tensor, shard_transformer
+from miles_wan.training.optimizer import build_optimizer, clip_gradients
+from miles_wan.training.sharding import shard_transformer
 from miles_wan.wan.family import ModelFolder
 from miles_wan.wan.lora import ModelReport, add_adapters, report, trainable_parameters
 from miles_wan.wan.model import WanModel, load_model
@@ -179,23 +178,16 @@ class SupervisedTrainer:
 
     def _update(self, number: int) -> dict[str | None, float]:
         """Clip, step, and the gradient norms before that."""
-        norms: dict[str | None, float] = {}
-        for name in self.trained:
-            gradients = [parameter.grad for parameter in self._parameters(name) if parameter.grad is not None]
-            if gradients:
-                norms[name] = float(full_tensor(nn.utils.get_total_norm(gradients)))
-        parameters = [parameter for name in self.trained for parameter in self._parameters(name)]
-        norm = full_tensor(nn.utils.clip_grad_norm_(parameters, self._config.training.optimizer.max_grad_norm))
-        if not bool(torch.isfinite(norm)):
-            raise MilesWanError(
-                f"the gradient norm is {float(norm)} in step {number + 1}: no weight was changed. "
-                "Lower training.optimizer.lr or resume from the last checkpoint."
-            )
+        norms = clip_gradients(
+            {name: self._parameters(name) for name in self.trained},
+            self._config.training.optimizer.max_grad_norm,
+            moment=f"step {number + 1}",
+        )
         reach("sft/before_step", number)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return {None: float(norm), **norms}
+        return norms
 
     def _parameters(self, name: str) -> list[nn.Parameter]:
         return [parameter for _, parameter in trainable_parameters(self.model[name])]

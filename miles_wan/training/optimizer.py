@@ -1,9 +1,10 @@
-"""One AdamW over all trained weights, with a group for each expert, and its schedule. In: parameters by expert and settings.
-Out: optimizer and scheduler. It knows no model.
+"""One AdamW over all trained weights, with a group for each expert, its schedule, and the clip before a step. In: parameters by
+expert and settings. Out: optimizer, scheduler and gradient norms. It knows no model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from miles_wan.config import OptimizerConfig
+from miles_wan.errors import MilesWanError
+from miles_wan.training.sharding import full_tensor
 
 
 def build_optimizer(
@@ -45,3 +48,32 @@ def build_optimizer(
         num_training_steps=total_steps,
     )
     return optimizer, scheduler
+
+
+def clip_gradients(
+    parameters: Mapping[str, Sequence[torch.nn.Parameter]], max_norm: float, *, moment: str
+) -> dict[str | None, float]:
+    """Clip the gradients of all experts together (a collective when sharded).
+
+    Args:
+        parameters: as ``build_optimizer`` got them.
+        moment: for the message: ``step 3``.
+
+    Returns:
+        Norms before the clip: under None of everything, and of each expert that has gradients.
+
+    Raises:
+        MilesWanError: the norm is not finite.
+    """
+    norms: dict[str | None, float] = {}
+    for name, own in parameters.items():
+        if gradients := [parameter.grad for parameter in own if parameter.grad is not None]:
+            norms[name] = float(full_tensor(torch.nn.utils.get_total_norm(gradients)))
+    everything = [parameter for own in parameters.values() for parameter in own]
+    norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(everything, max_norm)))
+    if not math.isfinite(norm):
+        raise MilesWanError(
+            f"the gradient norm is {norm} in {moment}: no weight was changed. "
+            "Lower training.optimizer.lr or resume from the last checkpoint."
+        )
+    return {None: norm, **norms}

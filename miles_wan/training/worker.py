@@ -25,7 +25,7 @@ from miles_wan.training import checkpoint
 from miles_wan.training.ema import AdapterAverage
 from miles_wan.training.forward_process import ForwardObjective
 from miles_wan.training.mesh import MeshMemory, estimate, held_bytes
-from miles_wan.training.optimizer import build_optimizer
+from miles_wan.training.optimizer import build_optimizer, clip_gradients
 from miles_wan.training.passes import ForwardPasses, Passes, PolicyPasses
 from miles_wan.training.policy import PolicyObjective
 from miles_wan.training.sharding import (
@@ -168,26 +168,20 @@ class TrainingWorker:
 
     def _step(self, rollout_id: int) -> dict[str, float]:
         """Clip, step, and the gradient norms before that as metrics: of everything, and with two experts of each."""
-        experts = self.model.experts
-        norms = {
-            f"train/grad_norm/{experts.label(name)}": float(full_tensor(torch.nn.utils.get_total_norm(gradients)))
-            for name in self.trained
-            if len(experts.names) > 1 and (gradients := [p.grad for p in self._parameters(name) if p.grad is not None])
-        }
-        parameters = [parameter for name in self.trained for parameter in self._parameters(name)]
-        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self._config.training.optimizer.max_grad_norm))
-        if not bool(torch.isfinite(norm)):
-            raise MilesWanError(
-                f"the gradient norm is {float(norm)} in rollout {rollout_id}: no weight was changed. "
-                "Lower training.optimizer.lr or resume from the last checkpoint."
-            )
+        norms = clip_gradients(
+            {name: self._parameters(name) for name in self.trained},
+            self._config.training.optimizer.max_grad_norm,
+            moment=f"rollout {rollout_id}",
+        )
         reach("train/before_step", rollout_id)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update()
-        return {"train/grad_norm": float(norm), **norms}
+        experts, total = self.model.experts, norms.pop(None)
+        each = {f"train/grad_norm/{experts.label(str(name))}": norm for name, norm in norms.items()}
+        return {"train/grad_norm": total, **(each if len(experts.names) > 1 else {})}
 
     def adapters(self, weights: str = "policy") -> dict[str, dict[str, Tensor]]:
         """The whole adapter of each trained expert (by component name) on the CPU, on every rank (a collective), in the
