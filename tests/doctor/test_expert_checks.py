@@ -16,7 +16,7 @@ from miles_wan.doctor import check
 from miles_wan.errors import InputError
 from miles_wan.parity.inputs import check_inputs
 from miles_wan.supervised.model_check import model_faults
-from miles_wan.supervised.settings import read_settings
+from miles_wan.supervised.settings import plan, read_settings
 from miles_wan.tiny import TinyPaths
 from miles_wan.wan.family import load_family
 from miles_wan.wan.lora import add_adapters, save_adapter, trainable_parameters
@@ -143,10 +143,10 @@ def test_a_start_adapter_of_an_expert_that_is_not_trained_is_not_left_out_silent
         check_inputs(config, records=1, samples=1)  # of the parity command
     assert raised.value.faults == (fault,)
     supervised = read_settings([], {"model": t2v["model"], "data.train": "t"})
-    assert model_faults(supervised, folder, ["transformer_2"], device_bytes=None) == [fault]
+    assert model_faults(supervised, folder, plan(supervised, folder), device_bytes=None) == [fault]
     with pytest.raises(InputError) as raised:
         add_adapters(meta_model(folder, dtype="fp32"), config.model, names=["transformer_2"], seed=0)
     assert raised.value.faults == (fault,)
     shutil.rmtree(adapters / "transformer")
     check(config)
-    assert model_faults(supervised, folder, ["transformer_2"], device_bytes=None) == []
+    assert model_faults(supervised, folder, plan(supervised, folder), device_bytes=None) == []
