@@ -122,7 +122,9 @@ def test_the_vae_learns_and_knows_its_latents() -> None:
 
 def encode(vae: AutoencoderKLWan, scenes: Sequence[Scene]) -> torch.Tensor:
     rng = random.Random(7)
-    clips = [torch.from_numpy(draw_motion(scene, rng, FILMING).clip(NUM_FRAMES)) for scene in scenes]
+    clips = [
+        torch.from_numpy(draw_motion(scene, rng, FILMING).clip(NUM_FRAMES, dimming=rng.random())) for scene in scenes
+    ]
     pixels = torch.stack(clips).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
     with torch.no_grad():
         return vae.encode(pixels).latent_dist.mode()
