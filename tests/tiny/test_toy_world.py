@@ -145,6 +145,6 @@ def test_the_pickscore_tells_unseen_captions_apart() -> None:
 def test_the_text_encoder_tells_unseen_captions_apart() -> None:
     scenes, unseen = scenes_of(0)
     tokenizer = checkpoint.make_tokenizer(caption_words())
-    reader, losses = train_text_encoder(scenes, tokenizer, seed=0, steps=150)
+    reader, losses = train_text_encoder(scenes, tokenizer, seed=0, steps=world.STEPS.text_encoder)
     assert losses[-1] < losses[0] / 4
     assert min(reading_accuracy(reader, tokenizer, unseen).values()) > 0.9
