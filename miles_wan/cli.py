@@ -52,6 +52,8 @@ def tiny(out: Path, seed: int = 0, family: str = "wan2.2-ti2v-5b", trained: bool
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries, before they are imported
     from miles_wan.tiny import make_tiny
 
+    # What is half made is removed on the way out, as it is on Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     if trained:
         configure_logging("tiny")
     paths = make_tiny(out, seed=seed, family=family, trained=trained)

@@ -148,7 +148,7 @@ def test_a_recipe_is_found_by_name_or_path(tmp_path):
     assert recipe_paths(str(mine)) == (mine,)
     with pytest.raises(
         InputError,
-        match="no such recipe; recipes are tiny_a14b, tiny_ti2v, wan22_i2v_a14b, wan22_t2v_a14b, wan22_ti2v_5b, and",
+        match="no such recipe; recipes are tiny_a14b, tiny_ti2v, toy_world, wan22_i2v_a14b, wan22_t2v_a14b, wan22_ti2v_5b, and",
     ):
         recipe_paths("nothing")
 

@@ -57,7 +57,8 @@ class Flags:
     """
 
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE[,...]")] = "wan22_ti2v_5b"
-    """A recipe in configs/ (wan22_ti2v_5b, wan22_t2v_a14b, wan22_i2v_a14b, tiny_ti2v, tiny_a14b) or a YAML file of your own; after it, with commas, what changes it:
+    """A recipe in configs/ (wan22_ti2v_5b, wan22_t2v_a14b, wan22_i2v_a14b, toy_world, tiny_ti2v, tiny_a14b) or a YAML file of your own;
+    after it, with commas, what changes it:
     wan22_ti2v_5b,guard takes configs/algorithms/guard.yaml."""
     model: Annotated[str | None, _flag("DIR|HUB_ID")] = None
     """Wan2.2 checkpoint in diffusers format: a folder with model_index.json, or a hub id."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,6 +108,19 @@ def test_a_supervised_run_that_fails_is_told_and_leaves_nothing(
     monkeypatch.setattr(world, "RECIPE", "no_such_recipe")
     with pytest.raises(MilesWanError, match=r"exit code 2(.|\n)*no_such_recipe"):
         make_short_world(tmp_path / "tiny")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_world_that_is_ended_by_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "miles_wan.cli", "tiny", "--trained", "--out", str(tmp_path / "tiny")]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        for _ in range(600):  # a minute for the first part
+            if list(tmp_path.glob(".tiny.*.partial/data/validation.jsonl")):
+                break
+            time.sleep(0.1)
+        assert list(tmp_path.iterdir())
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
 
 
