@@ -84,17 +84,25 @@ def saved_faults(
 ) -> list[str]:
     """Why the newest checkpoint in the output folder cannot be continued; nothing where there is none."""
     store = CheckpointStore(Path(config.output_dir) / "checkpoints", keep_last=config.checkpoint.keep_last)
+    state, faults = newest_state(store)
+    if state is None:
+        return faults
+    now = remembered(config, train, validation[: config.eval.max_records], weights=weights)
+    return resume_faults(state, now)
+
+
+def newest_state(store: CheckpointStore) -> tuple[dict[str, Any] | None, list[str]]:
+    """The state of the newest whole checkpoint; or none, and why there is none: no faults where nothing was saved."""
     try:
         found = store.latest()
     except CheckpointError as error:
-        return [str(error)]
-    if found is None:
-        return [
-            f"--resume: {path} lacks its state.json and there is no whole checkpoint; remove it to start from the beginning"
-            for path in store.damaged()
-        ]
-    now = remembered(config, train, validation[: config.eval.max_records], weights=weights)
-    return resume_faults(found[1], now)
+        return None, [str(error)]
+    if found is not None:
+        return found[1], []
+    return None, [
+        f"--resume: {path} lacks its state.json and there is no whole checkpoint; remove it to start from the beginning"
+        for path in store.damaged()
+    ]
 
 
 def resume_faults(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_wan.cluster.checkpoints import CheckpointStore
-from miles_wan.cluster.resume import config_faults, fingerprint
-from miles_wan.errors import CheckpointError
+from miles_wan.cluster.resume import config_faults, fingerprint, newest_state
 from miles_wan.supervised.config import SftConfig
 from miles_wan.supervised.encode import EncodedClip
 
@@ -82,17 +81,8 @@ def checkpoints(config: SftConfig) -> CheckpointStore:
 def saved_faults(config: SftConfig, *, weights: Sequence[Path]) -> list[str]:
     """Why the newest checkpoint in the output folder cannot be continued, as far as is known before the clips are encoded;
     nothing where there is none."""
-    store = checkpoints(config)
-    try:
-        found = store.latest()
-    except CheckpointError as error:
-        return [str(error)]
-    if found is None:
-        return [
-            f"--resume: {path} lacks its state.json and there is no whole checkpoint; remove it to start from the beginning"
-            for path in store.damaged()
-        ]
-    return resume_faults(found[1], remembered(config, weights=weights))
+    state, faults = newest_state(checkpoints(config))
+    return faults if state is None else resume_faults(state, remembered(config, weights=weights))
 
 
 def resume_faults(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
